@@ -161,8 +161,15 @@ class ExperienceBank:
         write_bank(folder, StoredBank(header, self.experiences, self._index.vectors(), self._probe()))
 
     @classmethod
-    def load(cls, folder: str | Path, encoder: Encoder | None = None) -> "ExperienceBank":
-        """Open a saved bank; `encoder` None opens the one it was built with.
+    def load(
+        cls,
+        folder: str | Path,
+        encoder: Encoder | str | Path = "",
+        *,
+        device: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "ExperienceBank":
+        """Open a saved bank, with an encoder or with the folder where its encoder is now ("": where it was).
 
         Raises UserError where the folder is missing or its counts disagree, and where `encoder` is not the one that
         the documents were embedded with: its width, its document prompt, or its vector for a fixed probe text
@@ -170,11 +177,13 @@ class ExperienceBank:
         """
         stored = read_bank(folder)
         recorded = stored.header["encoder"]
-        if encoder is None:
+        if isinstance(encoder, str | Path):
             encoder = SentenceEncoder(
-                recorded["name"],
+                encoder or recorded["name"],
                 query_prompt=recorded["query_prompt"],
                 document_prompt=recorded["document_prompt"],
+                device=device,
+                trust_remote_code=trust_remote_code,
             )
         bank = cls(encoder, min_reward=stored.header["min_reward"])
         same = encoder.dim == stored.header["dim"] and encoder.document_prompt == recorded["document_prompt"]

