@@ -1,0 +1,256 @@
+"""The loss on one chunk of rows in plain torch: statistics, the record that a backward needs, and the gradient.
+
+Per row and side, with support S, tail = every id outside S, z the logits divided by the temperature:
+
+    softmax(z)_j        = e^{log_support_j}                        j in S
+                        = e^{log_tail} e^{z_j - tail_lse}          j outside, tail_lse = logsumexp of those z
+    d kl / dz_j         = kl_support_j                             j in S
+                        = kl_tail e^{z_j - tail_lse}               j outside
+    d privilege / du_j  = [j = a] - softmax(u)_j                   teacher only
+
+so the gradient of a row of V logits is a scaled copy of the tail's own softmax plus k explicit values. Scaling the
+tail's softmax, and not the whole one, keeps q_tail / p_tail (which may be e^200) out of the arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lopd_fast.loss_divergence import NEG_INF, bucket_divergence
+from lopd_fast.loss_support import VocabShard
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the divergence is; see `lopd_fast.topk_tail_kl`."""
+
+    k: int
+    support: str
+    divergence: str
+    beta: float
+    tail: str
+    temperature: float
+    shard: VocabShard
+
+
+@dataclass(frozen=True)
+class SideRecord:
+    """One side of a chunk, enough to write its gradient in one pass over its logits."""
+
+    log_support: Tensor  # (R, k) log-probs of the support
+    log_tail: Tensor  # (R,) log-prob of everything else
+    tail_lse: Tensor  # (R,) logsumexp of the logits outside the support; 0 where there are none
+    kl_support: Tensor  # (R, k) d kl / d logit on the support
+    kl_tail: Tensor  # (R,) the same outside, summed over the tail
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """What the forward leaves per row: the outputs, and a record per side that may get a gradient."""
+
+    kl: Tensor  # (R,)
+    ids: Tensor  # (R, k) global ids of the support, -1 where it is shorter
+    student_mass: Tensor  # (R,)
+    teacher_mass: Tensor  # (R,)
+    student_logprob: Tensor | None  # (R,) of the label
+    teacher_logprob: Tensor | None  # (R,)
+    student: SideRecord
+    teacher: SideRecord | None  # None for a served teacher
+
+    @staticmethod
+    def cat(records: list[RowRecord]) -> RowRecord:
+        """One record for the rows of several chunks."""
+        return records[0] if len(records) == 1 else _cat(records)
+
+
+def _cat(parts: list) -> Any:
+    """Concatenates tensors, or dataclasses of them field by field; None stays None."""
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    values = {field.name: _cat([getattr(part, field.name) for part in parts]) for field in fields(parts[0])}
+    return type(parts[0])(**values)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Log-probs of one side, before the other side is known."""
+
+    log_support: Tensor  # (R, k)
+    log_tail: Tensor  # (R,)
+    tail_lse: Tensor  # (R,)
+    label_logprob: Tensor | None  # (R,)
+
+
+def mask_support_(logits: Tensor, columns: Tensor, here: Tensor) -> Tensor:
+    """Sets the support's logits to -inf; entries that are not `here` leave the column they point at alone."""
+    return logits.scatter_add_(
+        1, columns, torch.zeros_like(columns, dtype=logits.dtype).masked_fill_(here, NEG_INF)
+    )
+
+
+def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> tuple[_Side, Tensor]:
+    """Statistics of one side, and the sum by which the exponentials that it leaves in `logits` are normalised.
+
+    On return logits  # (R, V) hold e^{z_j - max of the tail} outside the support and 0 on it.
+    """
+    columns, here = shard.columns(ids)
+    picked = [logits.gather(1, columns).masked_fill_(~here, NEG_INF)]  # (R, k)
+    if labels is not None:
+        label_columns, label_here = shard.columns(labels[:, None])
+        picked.append(logits.gather(1, label_columns).masked_fill_(~label_here, NEG_INF))
+    mask_support_(logits, columns, here)
+    picked.append(logits.amax(-1, keepdim=True))
+    values = shard.max(torch.cat(picked, dim=1))
+    support, peak = values[:, : ids.shape[1]], values[:, -1]
+
+    shift = peak.masked_fill(peak == NEG_INF, 0.0)
+    total = shard.sum(logits.sub_(shift[:, None]).exp_().sum(-1))  # (R,)
+
+    # Everything relative to the row's maximum: differences of logits are exact, a large lse would not be.
+    top = torch.cat([support, peak[:, None]], dim=1).amax(-1)
+    weights = torch.cat([(support - top[:, None]).exp(), ((peak - top).exp() * total)[:, None]], dim=1)
+    largest = weights.argmax(-1, keepdim=True)
+    log_sum = torch.log1p(weights.scatter_add(1, largest, -torch.ones_like(weights[:, :1])).sum(-1))
+    side = _Side(
+        log_support=(support - top[:, None]) - log_sum[:, None],
+        log_tail=((peak - top) + total.log()) - log_sum,
+        tail_lse=torch.where(total > 0, shift + total.log(), 0.0),
+        label_logprob=None if labels is None else (values[:, -2] - top) - log_sum,
+    )
+    return side, total
+
+
+def _served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids: int) -> _Side:
+    """The side of a teacher of whom only a list of log-probs is known.
+
+    Its tail is what the list leaves, log1p(-sum e^t), summed in fp64. A list that rounding brings to 1 or more while
+    ids remain outside it says only that the tail is below the resolution of fp32, and is read as that resolution.
+    """
+    exact = logprobs.double().masked_fill(ids < 0, NEG_INF)
+    rest = 1.0 - exact.exp().sum(-1)
+    rest = torch.where(rest > 0, rest, torch.finfo(torch.float32).eps)
+    rest = rest.masked_fill((ids >= 0).sum(-1) == total_ids, 0.0)
+    label_logprob = None
+    if labels is not None:
+        listed = ids == labels[:, None]
+        label_logprob = logprobs.masked_fill(~listed, NEG_INF).amax(-1)
+        label_logprob = label_logprob.masked_fill(~listed.any(-1), float("nan"))
+    log_tail = rest.log().to(logprobs.dtype)
+    return _Side(exact.to(logprobs.dtype), log_tail, torch.zeros_like(log_tail), label_logprob)
+
+
+def _mass(side: _Side) -> Tensor:
+    """Probability of the support: from the tail where that is the smaller, so that rounding never passes 1."""
+    support = side.log_support.exp().sum(-1)
+    return torch.where(side.log_tail < -0.7, -torch.expm1(side.log_tail), support)
+
+
+def _renormalised(log_support: Tensor) -> Tensor:
+    norm = log_support.logsumexp(-1, keepdim=True)
+    return log_support - norm.masked_fill(norm == NEG_INF, 0.0)
+
+
+def _divergence(
+    student: _Side, teacher: _Side, options: LossOptions
+) -> tuple[Tensor, SideRecord, SideRecord]:
+    """D per row and the records of both sides."""
+    s, t = student.log_support, teacher.log_support
+    if options.tail == "renormalize":
+        s, t = _renormalised(s), _renormalised(t)
+    elif options.tail == "bucket":
+        s = torch.cat([s, student.log_tail[:, None]], dim=1)
+        t = torch.cat([t, teacher.log_tail[:, None]], dim=1)
+    d = bucket_divergence(s, t, options.divergence, options.beta, complete=options.tail != "drop")
+
+    def record(side: _Side, grad: Tensor, rest: Tensor) -> SideRecord:
+        k = side.log_support.shape[1]
+        # The tail's gradient is its own bucket's, or through the normaliser alone.
+        tail = grad[:, k] if options.tail == "bucket" else side.log_tail.exp() * rest
+        return SideRecord(side.log_support, side.log_tail, side.tail_lse, grad[:, :k], tail)
+
+    return d.value, record(student, d.student, d.student_rest), record(teacher, d.teacher, d.teacher_rest)
+
+
+def rows_forward_(
+    student: Tensor,
+    teacher: Tensor | None,
+    served: tuple[Tensor, Tensor] | None,
+    labels: Tensor | None,
+    options: LossOptions,
+) -> tuple[RowRecord, Tensor, Tensor | None]:
+    """The record of a chunk, and each side's sum of tail exponentials (for `finish_gradient_`).
+
+    student, teacher  # (R, V) fp32 or fp64 logits over the temperature, owned by the caller and overwritten: on
+                        return they hold the tail's exponentials relative to its maximum, 0 on the support
+    served            # ids (R, k'), logprobs (R, k') in place of teacher
+    labels            # (R,) global ids
+    """
+    shard = options.shard
+    if served is not None:
+        ids = served[0]
+    else:
+        assert teacher is not None
+        ids = shard.topk_ids(teacher if options.support == "teacher" else student, options.k)
+    s_side, s_total = _side_(student, ids, labels, shard)
+    if served is not None:
+        t_side, t_total = _served_side(*served, labels, shard.total), None
+    else:
+        assert teacher is not None
+        t_side, t_total = _side_(teacher, ids, labels, shard)
+    kl, s_record, t_record = _divergence(s_side, t_side, options)
+    record = RowRecord(
+        kl=kl,
+        ids=ids,
+        student_mass=_mass(s_side),
+        teacher_mass=_mass(t_side),
+        student_logprob=s_side.label_logprob,
+        teacher_logprob=t_side.label_logprob,
+        student=s_record,
+        teacher=None if served is not None else t_record,
+    )
+    return record, s_total, t_total
+
+
+def tail_exponentials_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:
+    """Turns logits (R, V) over the temperature into the tail's softmax, 0 on the support."""
+    mask_support_(logits, *shard.columns(ids))
+    return logits.sub_(side.tail_lse[:, None]).exp_()
+
+
+def finish_gradient_(
+    exponentials: Tensor,
+    total: Tensor | None,
+    side: SideRecord,
+    ids: Tensor,
+    kl_weight: Tensor,
+    privilege_weight: Tensor | None,
+    labels: Tensor | None,
+    shard: VocabShard,
+) -> Tensor:
+    """Turns the tail's exponentials into kl_weight * d kl / dz + privilege_weight * d privilege / dz, in place.
+
+    exponentials               # (R, V), 0 on the support
+    total                      # (R,) their sum over the whole vocabulary; None where it is 1
+    kl_weight, privilege_weight  # (R,)
+    """
+    tail = kl_weight * side.kl_tail
+    support = kl_weight[:, None] * side.kl_support
+    if privilege_weight is not None:
+        tail = tail - privilege_weight * side.log_tail.exp()
+        support = support - privilege_weight[:, None] * side.log_support.exp()
+    if total is not None:
+        tail = torch.where(total > 0, tail / total, 0.0)
+    columns, here = shard.columns(ids)
+    exponentials.mul_(tail[:, None])
+    exponentials.scatter_add_(1, columns, support.masked_fill(~here, 0.0))
+    if privilege_weight is not None:
+        assert labels is not None
+        column, here = shard.columns(labels[:, None])
+        exponentials.scatter_add_(1, column, privilege_weight[:, None].masked_fill(~here, 0.0))
+    return exponentials

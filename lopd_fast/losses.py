@@ -1,0 +1,254 @@
+"""The top-k-plus-tail divergence between a student and a teacher, from logits or fused with the output heads.
+
+For row n with student logits z and teacher logits u, s = log-softmax(z / temperature), t = log-softmax(u /
+temperature), S the support and a tail bucket for every id outside it (paper "Latent On-Policy Self-Distillation",
+arXiv 2608.13040, eqs. 9-13):
+
+    D_n     = sum over S and the tail of q (s - t)        q = e^s; other divergences: see `topk_tail_kl`
+    delta_n = t_a - s_a                                   a the label; s is held constant
+    loss    = sum_n w_n (D_n - v_n delta_n) / Z           Z = num_items, else the sum of w
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lopd_fast import loss_checks as checks
+from lopd_fast.fused_linear import FusedLinearLoss, Projection
+from lopd_fast.logits_loss import LogitsLoss, compute_dtype
+from lopd_fast.loss_support import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class TopKTailKL:
+    """What the loss functions return. Shapes (...,) are those of the rows; fp32, or fp64 for fp64 inputs.
+
+    Rows that do not count (label ignore_index, or token weight 0) hold 0, and -1 in topk_ids.
+    """
+
+    loss: Tensor  # () differentiable
+    kl: Tensor  # (...,) D_n; differentiable in topk_tail_kl
+    privilege: Tensor | None  # (...,) delta_n; None without labels; differentiable in topk_tail_kl
+    student_logprob: Tensor | None  # (...,) s at the label
+    teacher_logprob: Tensor | None  # (...,) t at the label; NaN where a served teacher does not list it
+    student_mass: Tensor  # (...,) probability that the student gives to the support
+    teacher_mass: Tensor  # (...,)
+    topk_ids: Tensor  # (..., k) int64, by falling logit; -1 is padding
+
+    @classmethod
+    def spread(
+        cls, loss: Tensor, rows: checks.Rows, lead: torch.Size, outputs: tuple[Tensor | None, ...]
+    ) -> TopKTailKL:
+        """From the outputs of the rows that count: kl, privilege, ids, masses and log-probs in that order."""
+        kl, privilege, ids, *rest = outputs
+        assert kl is not None and ids is not None
+
+        def full(x: Tensor | None) -> Tensor | None:
+            return None if x is None else rows.spread(x, lead)
+
+        student_mass, teacher_mass, student_logprob, teacher_logprob = map(full, rest)
+        assert student_mass is not None and teacher_mass is not None
+        return cls(
+            loss=loss,
+            kl=rows.spread(kl, lead),
+            privilege=full(privilege),
+            student_logprob=student_logprob,
+            teacher_logprob=teacher_logprob,
+            student_mass=student_mass,
+            teacher_mass=teacher_mass,
+            topk_ids=rows.spread(ids, lead, fill=-1),
+        )
+
+
+def topk_tail_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    privilege_weight: Tensor | None = None,
+    k: int = 20,
+    support: str = "teacher",
+    divergence: str = "reverse_kl",
+    beta: float = 0.5,
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    num_items: int | float | Tensor | None = None,
+    ignore_index: int = -100,
+    process_group: ProcessGroup | None = None,
+    backend: str = "auto",
+) -> TopKTailKL:
+    """The divergence of a student from a teacher over k ids and a tail, from logits.
+
+    Args:
+        student_logits: (..., V), any float dtype and strides; never written to. Half precision is computed in fp32.
+        teacher_logits: (..., V). It gets a gradient if it requires one.
+        teacher_topk: instead of teacher_logits, a served teacher's (ids (..., k') int64, logprobs (..., k')). All
+            listed ids form the support and `k` is not used; entries with id -1 or logprob -inf, NaN or <= -9999 are
+            padding. The tail is what the list leaves, 1 - sum e^logprob. Log-probs are taken as they are: ask the
+            server for those at `temperature`.
+        labels: (...,) int64, the sampled ids; rows with ignore_index do not count.
+        token_weight: (...,) w, default 1; a constant. Rows of weight 0 do not count and may hold NaN.
+        privilege_weight: (...,) v, default 0; a constant. Needs labels.
+        k: size of the support, 1 <= k <= V. Ties at rank k go to the lowest id.
+        support: whose top-k: "teacher" or "student".
+        divergence: "reverse_kl" KL(student || teacher), "forward_kl" KL(teacher || student), or "jsd"
+            beta KL(teacher || m) + (1 - beta) KL(student || m) with m = (1 - beta) student + beta teacher.
+        tail: "bucket" adds one bucket for the ids outside the support, "renormalize" conditions both sides on the
+            support, "drop" sums over the support alone (no divergence: it can be negative).
+        num_items: Z, where rows are spread over micro-batches or ranks; a number or a one-element tensor.
+        process_group: logits are the shards (..., V_rank), in rank order, of a vocabulary split over this group;
+            labels and ids stay global, gradients are local and every process gets the whole loss.
+        backend: "torch" on any device; "auto" is the fastest there is.
+
+    Returns:
+        TopKTailKL, whose loss, kl and privilege are differentiable.
+
+    Raises:
+        ValueError, TypeError: for arguments that cannot work, naming the sizes.
+    """
+    checks.backend(backend)
+    checks.float_tensor("student_logits", student_logits)
+    checks.teacher_form("teacher_logits", teacher_logits, teacher_topk, support)
+    *lead, width = student_logits.shape
+    lead = torch.Size(lead)
+    if width == 0:
+        raise ValueError(f"student_logits has shape {tuple(student_logits.shape)}: the vocabulary is empty")
+    if teacher_logits is not None:
+        checks.float_tensor("teacher_logits", teacher_logits)
+        checks.same_logits(student_logits, teacher_logits)
+    shard = VocabShard.of(width, process_group, student_logits.device)
+    options = checks.options(
+        shard, k=k, support=support, divergence=divergence, beta=beta, tail=tail, temperature=temperature
+    )
+    if teacher_topk is None:
+        checks.support_size(k, shard.total)
+    dtype = compute_dtype(student_logits, teacher_logits)
+    rows = checks.rows(
+        lead,
+        labels=labels,
+        token_weight=token_weight,
+        privilege_weight=privilege_weight,
+        num_items=num_items,
+        ignore_index=ignore_index,
+        vocabulary=shard.total,
+        dtype=dtype,
+        device=student_logits.device,
+    )
+    served = None
+    if teacher_topk is not None:
+        served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_logits.device)
+    outputs = LogitsLoss.apply(student_logits, teacher_logits, served, rows, options)
+    kl, privilege = outputs[:2]
+    value = kl if rows.privilege_weight is None else kl - rows.privilege_weight * privilege
+    return TopKTailKL.spread((rows.weight * value).sum(), rows, lead, outputs)
+
+
+def fused_linear_topk_tail_kl(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    privilege_weight: Tensor | None = None,
+    k: int = 20,
+    support: str = "teacher",
+    divergence: str = "reverse_kl",
+    beta: float = 0.5,
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    num_items: int | float | Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    chunk_size: int | None = None,
+    grad_filter: float | None = None,
+    process_group: ProcessGroup | None = None,
+    backend: str = "auto",
+) -> TopKTailKL:
+    """`topk_tail_kl` of logits = softcap(logit_scale * (h W^T + b)), softcap(x) = c tanh(x / c), without the logits.
+
+    Rows that do not count are dropped ahead of the projection; the rest is projected `chunk_size` rows at a time, so
+    memory beyond inputs and gradients does not grow with the number of rows. All gradients are formed in forward.
+
+    Args (others as in `topk_tail_kl`):
+        student_hidden: (..., H), fp32, bf16, fp16 or fp64; under autocast products take the autocast dtype.
+        student_weight: (V, H).
+        teacher_hidden: (..., H'), H' = H when the head is tied.
+        teacher_weight: (V, H'). None: the head is tied, bias included, and its gradient sums both uses.
+        student_bias, teacher_bias: (V,).
+        logit_softcap: c, None for none.
+        chunk_size: rows per chunk; None: as many as a byte budget holds.
+        grad_filter: None is exact.
+        process_group: weights and biases are shards (V_rank, H) along the vocabulary; hidden states are replicated
+            and get the whole gradient.
+
+    Returns:
+        TopKTailKL, whose loss alone is differentiable; loss is fp32 and each gradient has the dtype of its tensor.
+
+    Raises:
+        ValueError, TypeError: for arguments that cannot work, naming the sizes.
+    """
+    checks.backend(backend)
+    checks.teacher_form("teacher_hidden", teacher_hidden, teacher_topk, support)
+    checks.head("student", student_hidden, student_weight, student_bias)
+    checks.projection(logit_scale, logit_softcap, chunk_size, grad_filter)
+    if teacher_hidden is None:
+        if teacher_weight is not None or teacher_bias is not None:
+            raise ValueError("teacher_weight and teacher_bias need teacher_hidden, which was not given")
+    elif teacher_weight is None:
+        if teacher_bias is not None:
+            raise ValueError(
+                "teacher_bias needs teacher_weight: without it the head is tied, student_bias included"
+            )
+        checks.head("teacher", teacher_hidden, student_weight, student_bias)
+    else:
+        checks.head("teacher", teacher_hidden, teacher_weight, teacher_bias)
+        checks.same_vocabulary(student_weight, teacher_weight)
+    lead = student_hidden.shape[:-1]
+    if teacher_hidden is not None and teacher_hidden.shape[:-1] != lead:
+        raise ValueError(
+            f"student_hidden has rows {tuple(lead)} but teacher_hidden has {tuple(teacher_hidden.shape[:-1])}: "
+            "row n must be the same token on both sides"
+        )
+    shard = VocabShard.of(student_weight.shape[0], process_group, student_hidden.device)
+    options = checks.options(
+        shard, k=k, support=support, divergence=divergence, beta=beta, tail=tail, temperature=temperature
+    )
+    if teacher_topk is None:
+        checks.support_size(k, shard.total)
+    inputs = (student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
+    dtype = compute_dtype(*inputs)
+    rows = checks.rows(
+        lead,
+        labels=labels,
+        token_weight=token_weight,
+        privilege_weight=privilege_weight,
+        num_items=num_items,
+        ignore_index=ignore_index,
+        vocabulary=shard.total,
+        dtype=dtype,
+        device=student_hidden.device,
+    )
+    served = None
+    if teacher_topk is not None:
+        served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_hidden.device)
+    device = student_hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)
+    projection = Projection(logit_scale, logit_softcap, chunk_size)
+    loss, *outputs = FusedLinearLoss.apply(*inputs, wanted, served, rows, options, projection, autocast)
+    return TopKTailKL.spread(loss, rows, lead, tuple(outputs))
