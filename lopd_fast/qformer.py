@@ -1,0 +1,416 @@
+"""The composer's compressor: a QFormer (Perceiver resampler) that turns a ragged batch of memories into latents.
+
+For every sample, with memory M (L, dim) and learned latents Z (num_queries, dim):
+
+    M <- proj_in(M)
+    depth times:  K, V = to_kv([norm1(M) ; norm2(Z)])          keys and values of the memory, then of the latents
+                  Z <- Z + to_out(softmax(to_q(norm2(Z)) K^T / sqrt(dim_head)) V)
+                  Z <- Z + feed_forward(Z)                     LayerNorm, Linear, GELU, Linear
+    output = norm_out(proj_out(Z))
+
+Source: "Latent On-Policy Self-Distillation", arXiv 2608.13040; the layer is Flamingo's resampler, arXiv 2204.14198.
+M is the same in every layer, so a module that is applied depth times normalises and projects it once, not depth times.
+Samples are rows of one packed tensor told apart by `cu_seqlens`, so nothing is padded to the longest memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class QFormer(nn.Module):
+    """Compresses each memory of a ragged batch into `num_queries` latents.
+
+    Fixed by the reference's checkpoints: the parameter names (`latents`, `proj_in`, `proj_out`, `norm_out`,
+    `layers.0.{norm1,norm2,to_q,to_kv,to_out}`, `layers.1.{0,1,3}`; with share_layers=False the same names one level
+    down, `layers.{i}.0.*` and `layers.{i}.1.*`), which linears have a bias (proj_in and proj_out), to_kv holding keys
+    before values, the exact GELU, and proj_out before norm_out.
+    Not told by the tensors, so taken from the reference's code: the number of heads (it uses the backbone's own),
+    depth 8 when layers are shared, LayerNorm eps 1e-5. It stores `latents` as (1, num_queries, dim), here
+    (num_queries, dim); `from_reference_checkpoint` reads both. Assumed here: head size 64 if neither heads nor
+    dim_head is given.
+
+    dim: width of memory and latents.  heads, dim_head: either may be left out and is then dim / the other; given
+    together their product is the attention's inner width and need not be dim.  ff_mult: feed-forward width / dim.
+    Raises ValueError for a size below 1 or for a width that the heads do not divide.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_queries: int = 32,
+        depth: int = 8,
+        heads: int | None = None,
+        dim_head: int | None = None,
+        ff_mult: int = 4,
+        share_layers: bool = True,
+    ) -> None:
+        super().__init__()
+        sizes = dict(
+            dim=dim, num_queries=num_queries, depth=depth, heads=heads, dim_head=dim_head, ff_mult=ff_mult
+        )
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"QFormer: {name} must be at least 1, got {size}.")
+        heads, dim_head = _head_sizes(dim, heads, dim_head)
+
+        self.dim, self.num_queries, self.depth = dim, num_queries, depth
+        self.heads, self.dim_head, self.share_layers = heads, dim_head, share_layers
+        self.latents = nn.Parameter(torch.randn(num_queries, dim) * dim**-0.5)
+        self.proj_in = nn.Linear(dim, dim)
+        self.proj_out = nn.Linear(dim, dim)
+        self.norm_out = nn.LayerNorm(dim)
+
+        def layer() -> nn.ModuleList:
+            return nn.ModuleList([PerceiverAttention(dim, heads, dim_head), _feed_forward(dim, ff_mult)])
+
+        self.layers = layer() if share_layers else nn.ModuleList(layer() for _ in range(depth))
+
+    def forward(
+        self, memory: Tensor, cu_seqlens: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """Latents of every memory, (B, num_queries, dim), in the parameters' dtype.
+
+        Either memory (total_tokens, dim) with cu_seqlens (B + 1,) integer, sample b being rows
+        cu_seqlens[b]:cu_seqlens[b + 1]; or memory (B, L, dim) with mask (B, L) bool, True where a token is real.
+        A sample without a real token attends to its latents alone: finite output and gradient. The values of masked
+        tokens are never read. cu_seqlens is read on the host, so pass it there to spare a device sync.
+
+        Raises ValueError for shapes that do not fit the above, or offsets that do not run from 0 up to total_tokens.
+        """
+        memory, cu_seqlens = _packed(memory, cu_seqlens, mask, self.dim)
+        batch_size = cu_seqlens.numel() - 1
+        memory = self.proj_in(memory.to(self.proj_in.weight.dtype))  # (total_tokens, dim)
+        latents = self.latents.expand(batch_size, -1, -1)  # (B, num_queries, dim)
+
+        applications = self.depth if self.share_layers else 1
+        for attention, feed_forward in self._distinct_layers():
+            key, value = attention.project_memory(memory)
+            for _ in range(applications):
+                latents = latents + attention(latents, key, value, cu_seqlens)
+                latents = latents + feed_forward(latents)
+        return self.norm_out(self.proj_out(latents))
+
+    def _distinct_layers(self) -> Iterator[Any]:
+        return iter([self.layers] if self.share_layers else self.layers)
+
+    @classmethod
+    def from_reference_checkpoint(
+        cls, path: str | Path, heads: int | None = None, depth: int | None = None
+    ) -> QFormer:
+        """Builds the module a checkpoint holds and loads it, on the CPU, in the checkpoint's dtype.
+
+        path: `.safetensors` with the parameters, or `.pt` with them, bare or as the reference saves them
+        ({"qformer_state_dict": ..., "config": ...}). Widths, query count and layer sharing are read off the tensors.
+        heads: needed unless the file's config tells it (the reference uses the backbone's num_attention_heads).
+        depth: of shared layers, if the config does not tell it; 8 by default.
+
+        Raises ValueError for a file that is missing, of another kind, unsafe to unpickle, or whose names or shapes do
+        not make a QFormer, and for heads or depth that contradict it.
+        """
+        state, config = _read_checkpoint(Path(path))
+        shared = "layers.0.to_q.weight" in state
+        prefix = "layers." if shared else "layers.0."
+        try:
+            latents = state["latents"].flatten(0, -2)
+            inner = state[f"{prefix}0.to_q.weight"].shape[0]
+            ff_inner = state[f"{prefix}1.1.weight"].shape[0]
+        except KeyError as missing:
+            raise ValueError(
+                f"{path} is not a QFormer checkpoint: it has no tensor named {missing}."
+            ) from None
+        num_queries, dim = latents.shape
+        if not shared:
+            config = config | {
+                "depth": len({name.split(".")[1] for name in state if name.startswith("layers.")})
+            }
+
+        heads = _agreed(path, "heads", heads, config.get("heads"), None)
+        depth = _agreed(path, "depth", depth, config.get("depth"), 8)
+        if heads is None:
+            raise ValueError(
+                f"{path} does not tell the number of heads: pass heads=, the backbone's num_attention_heads."
+            )
+        if heads < 1 or inner % heads or ff_inner % dim:
+            raise ValueError(
+                f"{path}: {heads} heads do not divide the attention width {inner}, "
+                f"or the feed-forward width {ff_inner} is no multiple of dim {dim}."
+            )
+        module = cls(dim, num_queries, depth or 8, heads, inner // heads, ff_inner // dim, shared).to(
+            latents.dtype
+        )
+        try:
+            module.load_state_dict(dict(state) | {"latents": latents})
+        except RuntimeError as mismatch:
+            raise ValueError(f"{path} does not fit a QFormer of dim {dim}: {mismatch}") from None
+        return module
+
+
+class PerceiverAttention(nn.Module):
+    """Cross-attention of the latents over [memory ; latents]; the memory's keys and values are projected apart."""
+
+    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
+        super().__init__()
+        self.heads, self.dim_head = heads, dim_head
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
+        self.to_kv = nn.Linear(dim, 2 * heads * dim_head, bias=False)
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """memory (total_tokens, dim) -> keys and values, each (total_tokens, heads, dim_head)."""
+        key, value = self.to_kv(self.norm1(memory)).unflatten(-1, (2, self.heads, self.dim_head)).unbind(-3)
+        return key, value
+
+    def forward(
+        self, latents: Tensor, key_memory: Tensor, value_memory: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """latents (B, num_queries, dim) -> the residual's increment, same shape."""
+        latents = self.norm2(latents)
+        query = self.to_q(latents).unflatten(
+            -1, (self.heads, self.dim_head)
+        )  # (B, num_queries, heads, dim_head)
+        key, value = self.to_kv(latents).unflatten(-1, (2, self.heads, self.dim_head)).unbind(-3)
+        attended = ragged_cross_attention(query, key_memory, value_memory, cu_seqlens, key, value)
+        return self.to_out(attended.flatten(-2))
+
+
+def ragged_cross_attention(
+    query: Tensor,
+    key_memory: Tensor,
+    value_memory: Tensor,
+    cu_seqlens: Tensor,
+    key_latent: Tensor,
+    value_latent: Tensor,
+) -> Tensor:
+    """softmax(q [K_memory ; K_latent]^T / sqrt(D)) [V_memory ; V_latent] for each sample of a ragged batch.
+
+    query, key_latent, value_latent  # (B, Q, H, D), any strides
+    key_memory, value_memory         # (total_tokens, H, D); sample b owns rows cu_seqlens[b]:cu_seqlens[b + 1]
+    Returns (B, Q, H, D) in the query's dtype; scores and sums are fp32 (fp64 for fp64). Differentiable once.
+    The backward pass recomputes the probabilities from their logsumexp (B, H, Q), so a layer keeps nothing of length L.
+    Raises ValueError for offsets that do not run from 0 up to total_tokens, or that are not B + 1.
+    """
+    offsets = _checked_offsets(cu_seqlens, key_memory.shape[0])
+    if len(offsets) != query.shape[0] + 1:
+        raise ValueError(
+            f"cu_seqlens has {len(offsets)} entries for {query.shape[0]} samples: it needs one more than them."
+        )
+    return _RaggedCrossAttention.apply(query, key_memory, value_memory, offsets, key_latent, value_latent)  # type: ignore
+
+
+class _RaggedCrossAttention(torch.autograd.Function):
+    """Keys of memory and latents meet only in the score matrix, which is dim_head / Q times smaller than they are.
+
+    Scores lie key-major, (H, L + Q, Q): both halves are written in place, and no product needs keys or values copied.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key_memory: Tensor,
+        value_memory: Tensor,
+        offsets: list[int],
+        key_latent: Tensor,
+        value_latent: Tensor,
+    ) -> Tensor:
+        batch, queries, heads, dim_head = query.shape
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(batch, heads, 1, queries, dtype=_wide_dtype(query))
+        with torch.autocast(query.device.type, enabled=False):
+            for b, rows in enumerate(_segments(offsets)):
+                q = _by_head(query[b]) * dim_head**-0.5
+                weights = _products(_by_head(key_memory[rows]), _by_head(key_latent[b]), q)  # (H, L + Q, Q)
+                highest = weights.amax(1, keepdim=True)
+                weights.sub_(highest).exp_()
+                total = weights.sum(1, keepdim=True)  # (H, 1, Q)
+                of_memory, of_latent = weights.mT[..., :-queries], weights.mT[..., -queries:]
+                attended = of_memory @ _by_head(value_memory[rows]) + of_latent @ _by_head(value_latent[b])
+                out[b] = (attended / total.mT).transpose(0, 1)
+                lse[b] = total.log_().add_(highest)
+        ctx.save_for_backward(query, key_memory, value_memory, key_latent, value_latent, out, lse)
+        ctx.offsets = offsets
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key_memory, value_memory, key_latent, value_latent, out, lse = ctx.saved_tensors
+        queries, scale = query.shape[1], query.shape[-1] ** -0.5
+        inputs = (query, key_memory, value_memory, key_latent, value_latent)
+        grads = tuple(torch.empty(x.shape, dtype=_wide_dtype(x), device=x.device) for x in inputs)
+        d_query, d_key, d_value, d_key_latent, d_value_latent = grads
+        with torch.autocast(query.device.type, enabled=False):
+            for b, rows in enumerate(_segments(ctx.offsets)):
+                q, d_out = _by_head(query[b]) * scale, _by_head(grad_out[b])
+                k, k_latent = _by_head(key_memory[rows]), _by_head(key_latent[b])
+                p = _products(k, k_latent, q).sub_(lse[b]).exp_()  # (H, L + Q, Q), the probabilities
+                torch.bmm(p[:, :-queries], d_out, out=_by_head(d_value[rows]))
+                torch.bmm(p[:, -queries:], d_out, out=_by_head(d_value_latent[b]))
+                d_score = _products(_by_head(value_memory[rows]), _by_head(value_latent[b]), d_out)
+                d_score.sub_((d_out * _by_head(out[b])).sum(-1).unsqueeze(1)).mul_(p)
+                of_memory, of_latent = d_score[:, :-queries], d_score[:, -queries:]
+                torch.bmm(of_memory, q, out=_by_head(d_key[rows]))
+                torch.bmm(of_latent, q, out=_by_head(d_key_latent[b]))
+                d_query[b] = ((of_memory.mT @ k + of_latent.mT @ k_latent) * scale).transpose(0, 1)
+        d_query, d_key, d_value, d_key_latent, d_value_latent = (
+            g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+        )
+        return d_query, d_key, d_value, None, d_key_latent, d_value_latent
+
+
+def _products(of_memory: Tensor, of_latent: Tensor, query: Tensor) -> Tensor:
+    """[of_memory ; of_latent] query^T: (H, L, D), (H, Q, D) and (H, Q, D) -> (H, L + Q, Q)."""
+    heads, length, _ = of_memory.shape
+    queries = query.shape[1]
+    products = query.new_empty(heads, length + queries, queries)
+    torch.bmm(of_memory, query.mT, out=products[:, :length])
+    torch.bmm(of_latent, query.mT, out=products[:, length:])
+    return products
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(rows, H, D) -> (H, rows, D), a view unless it has to be widened."""
+    return x.to(_wide_dtype(x)).transpose(0, 1)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _segments(offsets: list[int]) -> Iterator[slice]:
+    return (slice(start, end) for start, end in zip(offsets, offsets[1:], strict=False))
+
+
+def _feed_forward(dim: int, mult: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(dim),
+        nn.Linear(dim, mult * dim, bias=False),
+        nn.GELU(),
+        nn.Linear(mult * dim, dim, bias=False),
+    )
+
+
+def _head_sizes(dim: int, heads: int | None, dim_head: int | None) -> tuple[int, int]:
+    if heads is not None and dim_head is not None:
+        return heads, dim_head
+    divisor = heads or dim_head or 64
+    if dim % divisor:
+        raise ValueError(
+            f"QFormer: dim {dim} is not divisible by {'heads' if heads else 'dim_head'} {divisor}; "
+            "pass heads that divide it, or both heads and dim_head."
+        )
+    return (heads, dim // heads) if heads else (dim // divisor, divisor)
+
+
+def _packed(
+    memory: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Either form of input as (total_tokens, dim) and checked offsets (B + 1,) on the host."""
+    if not memory.is_floating_point() or memory.shape[-1:] != (dim,) or memory.dim() not in (2, 3):
+        raise ValueError(
+            f"memory must be a float tensor (total_tokens, {dim}) or (B, L, {dim}), "
+            f"got {tuple(memory.shape)} of {memory.dtype}."
+        )
+    if memory.dim() == 2:
+        if cu_seqlens is None or mask is not None:
+            raise ValueError("a packed memory (total_tokens, dim) needs cu_seqlens and no mask.")
+        _checked_offsets(cu_seqlens, memory.shape[0])
+        return memory, cu_seqlens.cpu()
+    if mask is None or cu_seqlens is not None:
+        raise ValueError("a batched memory (B, L, dim) needs mask and no cu_seqlens.")
+    if mask.dtype != torch.bool or mask.shape != memory.shape[:2]:
+        raise ValueError(
+            f"mask must be bool of shape {tuple(memory.shape[:2])}, got {tuple(mask.shape)} of {mask.dtype}."
+        )
+    return memory[mask], F.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()
+
+
+def _checked_offsets(cu_seqlens: Tensor, total: int) -> list[int]:
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be int32 of shape (B + 1,), got {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}."
+        )
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != total or offsets != sorted(offsets):
+        raise ValueError(
+            f"cu_seqlens must start at 0, never decrease and end at the {total} memory tokens, "
+            f"got {offsets if len(offsets) <= 8 else [*offsets[:4], '...', *offsets[-3:]]}."
+        )
+    return offsets
+
+
+def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters by name, and the reference's config where the file has one."""
+    if not path.is_file() or path.suffix not in (".safetensors", ".pt"):
+        raise ValueError(f"{path} is not a .safetensors or .pt file.")
+    try:
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint of plain tensors: {str(error).splitlines()[0]}"
+        ) from None
+    config: Any = {}
+    if isinstance(content, Mapping) and "qformer_state_dict" in content:
+        content, config = content["qformer_state_dict"], content.get("config", {})
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise ValueError(f"{path} is not a QFormer checkpoint: it must map parameter names to tensors.")
+    return dict(content), dict(config)
+
+
+def _agreed(path: str | Path, name: str, asked: int | None, stored: Any, default: int | None) -> int | None:
+    if asked is not None and stored is not None and asked != stored:
+        raise ValueError(f"{path} was made with {name} {stored}, but {name} {asked} was asked for.")
+    return asked if asked is not None else stored if stored is not None else default
+
+
+def qformer_ref(
+    state: Mapping[str, Tensor], memory: Tensor, cu_seqlens: Tensor, *, heads: int, depth: int
+) -> Tensor:
+    """The same maths read straight off the paper: one sample at a time, the memory projected again in every layer.
+
+    state: parameters by name, as in `QFormer.state_dict()`. Plain autograd in the dtype of its inputs, on any device.
+    """
+    shared = "layers.0.to_q.weight" in state
+    outputs = []
+    for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+        x = F.linear(memory[start:end], state["proj_in.weight"], state["proj_in.bias"])  # (L, dim)
+        latents = state["latents"]
+        dim = latents.shape[-1:]
+        for index in range(depth):
+            prefix = "layers." if shared else f"layers.{index}."
+            layer = {
+                name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)
+            }
+
+            normed = F.layer_norm(latents, dim, layer["0.norm2.weight"], layer["0.norm2.bias"])
+            context = torch.cat(
+                [F.layer_norm(x, dim, layer["0.norm1.weight"], layer["0.norm1.bias"]), normed]
+            )
+            query = F.linear(normed, layer["0.to_q.weight"])
+            key, value = F.linear(context, layer["0.to_kv.weight"]).chunk(2, dim=-1)
+            query, key, value = (t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in (query, key, value))
+            weights = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1)  # (heads, Q, L + Q)
+            attended = (weights @ value).transpose(0, 1).flatten(-2)
+            latents = latents + F.linear(attended, layer["0.to_out.weight"])
+
+            hidden = F.layer_norm(latents, dim, layer["1.0.weight"], layer["1.0.bias"])
+            hidden = F.gelu(F.linear(hidden, layer["1.1.weight"]))
+            latents = latents + F.linear(hidden, layer["1.3.weight"])
+        latents = F.linear(latents, state["proj_out.weight"], state["proj_out.bias"])
+        outputs.append(F.layer_norm(latents, dim, state["norm_out.weight"], state["norm_out.bias"]))
+    return torch.stack(outputs)
