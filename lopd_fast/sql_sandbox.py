@@ -159,9 +159,8 @@ class _Worker:
         finally:
             theirs.close()
             os.rmdir(folder)  # the worker stands in it: nothing can be made there, and nothing is left behind
-        self._owner = os.getpid()
         # Runs once: when asked to, when this object goes, or when the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_process, self.process, self.socket, self._owner)
+        self._finalizer = weakref.finalize(self, _end_process, self.process, self.socket)
         try:
             self._receive(time.monotonic() + _OWN_SECONDS)
         except _WorkerLost as lost:
@@ -172,8 +171,8 @@ class _Worker:
             ) from lost
 
     def usable(self) -> bool:
-        """Whether the process lives and is ours: a forked child must not share the socket of its parent."""
-        return self._owner == os.getpid() and self.process.poll() is None
+        """Whether the process lives and is our child: after a fork it is not, and the socket is its parent's."""
+        return self.process.poll() is None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to one request, within `seconds` on the clock. Raises _WorkerLost."""
@@ -204,8 +203,7 @@ class _Worker:
             raise _WorkerLost(late=isinstance(error, TimeoutError)) from error
 
 
-def _end_process(process: subprocess.Popen[bytes], ours: socket.socket, owner: int) -> None:
+def _end_process(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
     ours.close()
-    if owner == os.getpid():
-        process.kill()
-        process.wait()
+    process.kill()  # signals nothing when the process has ended, or is not our child but our parent's
+    process.wait()
