@@ -20,19 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lopd_fast.errors import UserError
+from lopd_fast.optimizer_state import optimizer_tensors, restore_optimizer
+
+__all__ = [
+    "Checkpoint",
+    "latest_checkpoint",
+    "latest_good",
+    "load_checkpoint",
+    "optimizer_tensors",
+    "restore_optimizer",
+    "save_checkpoint",
+]
 
 STATE = "state.json"
 _FORMAT = 1
 _STEP_FOLDER = re.compile(r"step-(\d{6,})(\.old)?")
-_PARTIAL = ".partial"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def save_checkpoint(
         raise ValueError(f"step is {step} and keep is {keep}: step must be at least 0 and keep at least 1.")
     root = Path(root)
     name = f"step-{step:06d}"
-    partial = root / f".{name}{_PARTIAL}"
+    partial = root / f".{name}.partial"
     document = {
         "format": _FORMAT,
         "step": step,
@@ -75,10 +83,10 @@ def save_checkpoint(
         "state": dict(state),
     }
     json.dumps(document)  # what JSON cannot hold is refused before a byte is written
-    needed = _bytes_of(tensors)
+    needed = sum(tensor.nbytes for entries in tensors.values() for tensor in entries.values())
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(f".step-*{_PARTIAL}"):
+        for stale in root.glob(".step-*"):
             shutil.rmtree(stale)
         if shutil.disk_usage(root).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -89,10 +97,11 @@ def save_checkpoint(
         number = _errno_of(error)
         if number is None:
             raise
-        what = "the disk is full" if number in _DISK_FULL else os.strerror(number).lower()
+        reason = (
+            f"the disk has no room for its {needed:,} bytes" if number in _DISK_FULL else os.strerror(number)
+        )
         raise UserError(
-            f"Step {step} cannot be saved in {root}, {what}: it needs {needed:,} bytes there; "
-            f"the checkpoints before it are untouched."
+            f"Step {step} cannot be saved in {root}: {reason}; the checkpoints before it are untouched."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -140,58 +149,6 @@ def latest_good(root: str | Path) -> Checkpoint | None:
             f"None of the {len(folders)} checkpoints in {root} can be read: delete them to start afresh."
         )
     return None
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by the position of each parameter: "3.exp_avg", and "parameters", their number.
-
-    The tensors are the optimizer's own, not copies. Learning rates and the like are the configuration's to set.
-    """
-    saved: dict[str, Tensor] = {"parameters": torch.tensor(len(_parameters(optimizer)))}
-    for position, entries in optimizer.state_dict()["state"].items():
-        saved |= {f"{position}.{name}": tensor for name, tensor in entries.items()}
-    return saved
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give `optimizer` the state that `optimizer_tensors` saved; the next step is then the same bit for bit.
-
-    Raises:
-        UserError: the state is of another number of parameters, of other shapes, or not AdamW's.
-    """
-    parameters = _parameters(optimizer)
-    saved_count = int(tensors["parameters"]) if "parameters" in tensors else 0
-    if saved_count != len(parameters):
-        raise UserError(
-            f"The saved optimizer has {saved_count} parameters and this run trains {len(parameters)}: "
-            f"resume with the configuration that the checkpoint was made with."
-        )
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        position, _, name = key.partition(".")
-        if name:
-            state.setdefault(int(position), {})[name] = tensor.clone()  # the optimizer updates it in place
-    for position, entries in state.items():
-        shape = parameters[position].shape
-        if not _ADAMW_STATE <= entries.keys():
-            raise UserError(
-                f"The saved optimizer has {', '.join(sorted(entries))} where AdamW's state is expected."
-            )
-        for name, tensor in entries.items():
-            if name != "step" and tensor.shape != shape:
-                raise UserError(
-                    f"The saved optimizer has {name} of shape {tuple(tensor.shape)} for parameter {position}, which is "
-                    f"{tuple(shape)} in this run: resume with the configuration that the checkpoint was made with."
-                )
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _bytes_of(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
-    return sum(tensor.nbytes for entries in tensors.values() for tensor in entries.values())
 
 
 def _write(
@@ -249,8 +206,7 @@ def _rotate(root: Path, step: int, keep: int) -> None:
 def _discard(folder: Path) -> None:
     """Delete a folder; renamed first, so that no half of it is ever found by the name of a step."""
     if folder.exists():
-        hidden = folder.with_name(f".{folder.name}{_PARTIAL}")
-        shutil.rmtree(hidden, ignore_errors=True)
+        hidden = folder.with_name(f".{folder.name}.discarded")
         os.rename(folder, hidden)
         shutil.rmtree(hidden)
 
