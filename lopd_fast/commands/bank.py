@@ -94,7 +94,7 @@ def build(
         )
     bank.save(out)
     typer.echo(
-        f"{len(experiences)} lines read: {report.added} admitted, {report.below_reward} dropped (reward below "
+        f"{len(experiences)} rollouts read: {report.added} admitted, {report.below_reward} dropped (reward below "
         f"{min_reward:g}), {report.merged} merged. Saved {len(bank)} x {opened.dim} to {out} "
         f"({decimal(_size_on_disk(out))})."
     )
@@ -168,7 +168,7 @@ def stats(folder: Folder, as_json: AsJson = False) -> None:
         if name == "bytes_on_disk":
             name, value = "size on disk", decimal(value)
         elif isinstance(value, dict):
-            value = "\n".join(f"{key or '(none)'}: {_short(item)}" for key, item in value.items())
+            value = "\n".join(f"{_head(key) or '(none)'}: {_short(item)}" for key, item in value.items())
         table.add_row(name.replace("_", " "), Text(str(value)))
     Console().print(table)
 
