@@ -19,7 +19,7 @@ from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import LossOptions, RowRecord, finish_gradient_, rows_forward_
 from lopd_fast.loss_support import VocabShard
 
-LOGITS_BYTES = {"cpu": 256 << 20}  # the logits of both sides of a chunk
+LOGITS_BYTES = {"cpu": 160 << 20}  # the logits of both sides of a chunk
 LOGITS_BYTES_DEVICE = 1 << 30
 WEIGHT_ROWS = 8192  # rows of a half-precision weight that a CPU widens at a time
 HALF = (torch.bfloat16, torch.float16)
@@ -160,13 +160,13 @@ class Side:
 
 
 def _chunk_rows(
-    chunk_size: int | None, widest: int, sides: int, dtype: torch.dtype, device: torch.device
+    chunk_size: int | None, count: int, widest: int, sides: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     if chunk_size is not None:
         return chunk_size
     budget = LOGITS_BYTES.get(device.type, LOGITS_BYTES_DEVICE)
-    rows = budget // (widest * sides * (8 if dtype == torch.float64 else 4))
-    return max(1, min(rows, 4096))
+    most = max(1, budget // (widest * sides * (8 if dtype == torch.float64 else 4)))
+    return -(-count // -(-count // most)) if count else 1  # chunks of one size
 
 
 class FusedLinearLoss(torch.autograd.Function):
@@ -212,11 +212,11 @@ class FusedLinearLoss(torch.autograd.Function):
             for i in (0, 3):
                 if grads[i] is not None:
                     grads[i] = shard.sum(grads[i])
-        kept = []
-        for x, grad in zip(inputs, grads, strict=True):
+        kept = list(grads)
+        for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
             # fp16 would lose what a loss scaler is about to multiply: it stays in fp32 until then.
-            late = x is None or grad is None or x.dtype == torch.float16
-            kept.append(grad if late else grad.to(x.dtype))
+            if x is not None and grad is not None and x.dtype != torch.float16:
+                kept[i] = grad.to(x.dtype)
         ctx.save_for_backward(*kept)
         ctx.like = [None if x is None else (x.shape, x.dtype) for x in inputs]
         ctx.set_materialize_grads(False)
@@ -261,7 +261,7 @@ def _chunk_loop(
     """Runs every chunk; gradients gather in the sides and heads."""
     shard, labels = options.shard, rows.labels
     dtype, device = rows.weight.dtype, rows.weight.device
-    step = _chunk_rows(chunk_size, max(shard.widths), len(sides), dtype, device)
+    step = _chunk_rows(chunk_size, rows.count, max(shard.widths), len(sides), dtype, device)
     buffers = [torch.empty(min(step, rows.count), shard.width, dtype=dtype, device=device) for _ in sides]
     differentiate = [
         s.grad is not None or s.head.weight_grad is not None or s.head.bias_grad is not None for s in sides
@@ -278,7 +278,7 @@ def _chunk_loop(
             s.head.slope(x) if wanted else None
             for s, x, wanted in zip(sides, logits, differentiate, strict=True)
         ]
-        record, *totals = rows_forward_(
+        record, *shifts = rows_forward_(
             logits[0],
             logits[1] if served is None else None,
             None if served is None else (served[0][part], served[1][part]),
@@ -297,7 +297,7 @@ def _chunk_loop(
                 margin = -weight * rows.privilege_weight[part]
             grad = finish_gradient_(
                 logits[i],
-                totals[i],
+                shifts[i],
                 side_record,
                 record.ids,
                 weight,

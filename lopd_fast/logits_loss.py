@@ -16,10 +16,10 @@ from lopd_fast.loss_rows import (
     SideRecord,
     finish_gradient_,
     rows_forward_,
-    tail_exponentials_,
+    tail_softmax_,
 )
 
-SCRATCH_BYTES = {"cpu": 4 << 20}  # one side of a chunk: on a CPU it should stay in cache over its few passes
+SCRATCH_BYTES = {"cpu": 8 << 20}  # one side of a chunk: on a CPU it should stay in cache over its few passes
 SCRATCH_BYTES_DEVICE = 256 << 20
 
 
@@ -135,7 +135,7 @@ class LogitsLoss(torch.autograd.Function):
             for part in _chunks(rows.count, shape[1], side.kl_tail):
                 record = SideRecord(*(x[part] for x in vars(side).values()))
                 chunk = finish_gradient_(
-                    tail_exponentials_(read(part), record, ids[part], options.shard),
+                    tail_softmax_(read(part), record, ids[part], options.shard),
                     None,
                     record,
                     ids[part],

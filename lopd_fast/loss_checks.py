@@ -40,7 +40,7 @@ class Rows:
         if self.index is not None:
             full = x.new_full((lead.numel(), *x.shape[1:]), fill)
             x = full.index_copy(0, self.index, x)
-        return x.reshape(*lead, *x.shape[1:])
+        return x.reshape((*lead, *x.shape[1:]))
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ def options(
     one_of("divergence", divergence, DIVERGENCES)
     one_of("tail", tail, TAILS)
     if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k must be an int, not {type(k).__name__}")
+        raise TypeError(f"k={k} must be an int, not {type(k).__name__}")
     if divergence == "jsd" and not 0 < beta < 1:
         raise ValueError(f"beta={beta} must lie strictly between 0 and 1; at an end jsd is 0 for every input")
     if not (temperature > 0 and math.isfinite(temperature)):

@@ -6,15 +6,15 @@ gradient with respect to the logits behind s is
 
     dD/dz_b = g_b - q_b G,      g_b = df/ds_b,      G = sum_b g_b
 
-Over complete buckets (they sum to 1 on both sides) this becomes, with D itself standing in for its sums,
+Over complete buckets, that is those that sum to 1 on both sides, this becomes
 
     reverse KL   D = sum q (s - t)        student q (s - t - D)        teacher p - q
     forward KL   D = sum p (t - s)        student q - p                teacher p (t - s - D)
     JSD          D = a KL(q || m) + b KL(p || m),   b = beta, a = 1 - beta, m = a q + b p
-                 student a q (s - m - KL(q || m)),  teacher b p (t - m - KL(p || m))      (m in logs there)
+                 student a q (log(q / m) - KL(q || m)),   teacher b p (log(p / m) - KL(p || m))
 
 Each KL is summed as q (s - t) + p - q, whose terms are >= 0 and vanish to second order: near-equal distributions
-lose no digits to cancellation, so nothing needs a clamp. Probability 0 with log-prob -inf contributes exactly 0.
+lose no digits to cancellation, and nothing needs a clamp. Probability 0 with log-prob -inf contributes exactly 0.
 """
 
 from dataclasses import dataclass
@@ -61,6 +61,16 @@ def _excess(log_a: Tensor, log_b: Tensor, ratio: Tensor) -> Tensor:
     return torch.where((ratio < 1) & (log_a != NEG_INF), near, far)
 
 
+def _centred(a: Tensor, ratio: Tensor) -> Tensor:
+    """a (ratio - sum a ratio) for a that sums to 1.
+
+    Ratios count from that of the heaviest bucket: where that one holds nearly all of a, its own difference is small
+    and would drown in the rounding of the sum.
+    """
+    ratio = ratio - ratio.gather(-1, a.argmax(-1, keepdim=True))
+    return _times(a, ratio - _times(a, ratio).sum(-1, keepdim=True))
+
+
 def _kl(log_a: Tensor, log_b: Tensor, complete: bool) -> tuple[Tensor, ...]:
     """KL(a || b) and its gradients: value, for a (R, B), for b (R, B), rest of a (R,), rest of b (R,)."""
     a, b = log_a.exp(), log_b.exp()
@@ -68,7 +78,7 @@ def _kl(log_a: Tensor, log_b: Tensor, complete: bool) -> tuple[Tensor, ...]:
     if complete:
         value = _excess(log_a, log_b, -ratio).sum(-1)
         none = torch.zeros_like(value)
-        return value, _times(a, ratio - value[:, None]), _difference(log_b, log_a), none, none
+        return value, _centred(a, ratio), _difference(log_b, log_a), none, none
     value, mass = _times(a, ratio).sum(-1), a.sum(-1)
     total = value + mass
     grad_a = _times(a, ratio + 1 - total[:, None])
@@ -86,16 +96,14 @@ def _jsd(log_q: Tensor, log_p: Tensor, beta: float, complete: bool) -> BucketDiv
     q, p = log_q.exp(), log_p.exp()
     # a (m - q) + b (m - p) = 0 in every bucket, so this holds for incomplete buckets too.
     kl_q, kl_p = _excess(log_q, log_m, m_over_q).sum(-1), _excess(log_p, log_m, m_over_p).sum(-1)
+    value = (1 - beta) * kl_q + beta * kl_p
+    if complete:
+        grad_q, grad_p = -(1 - beta) * _centred(q, m_over_q), -beta * _centred(p, m_over_p)
+        none = torch.zeros_like(value)
+        return BucketDivergence(value, grad_q, grad_p, none, none)
     grad_q, grad_p = -(1 - beta) * _times(q, m_over_q), -beta * _times(p, m_over_p)
-    total_q = (1 - beta) * kl_q if complete else grad_q.sum(-1)
-    total_p = beta * kl_p if complete else grad_p.sum(-1)
-    return BucketDivergence(
-        value=(1 - beta) * kl_q + beta * kl_p,
-        student=grad_q - q * total_q[:, None],
-        teacher=grad_p - p * total_p[:, None],
-        student_rest=torch.zeros_like(total_q) if complete else -total_q,
-        teacher_rest=torch.zeros_like(total_p) if complete else -total_p,
-    )
+    rest_q, rest_p = -grad_q.sum(-1), -grad_p.sum(-1)
+    return BucketDivergence(value, grad_q + q * rest_q[:, None], grad_p + p * rest_p[:, None], rest_q, rest_p)
 
 
 def bucket_divergence(

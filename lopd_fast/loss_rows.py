@@ -23,6 +23,8 @@ from torch import Tensor
 from lopd_fast.loss_divergence import NEG_INF, bucket_divergence
 from lopd_fast.loss_support import VocabShard
 
+CACHE_BYTES = 4 << 20  # of logits that a CPU works on at a time
+
 
 @dataclass(frozen=True)
 class LossOptions:
@@ -94,10 +96,31 @@ def mask_support_(logits: Tensor, columns: Tensor, here: Tensor) -> Tensor:
     )
 
 
-def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> tuple[_Side, Tensor]:
-    """Statistics of one side, and the sum by which the exponentials that it leaves in `logits` are normalised.
+def tail_exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces each row by e^{z - its maximum}; returns that maximum, 0 if it is -inf, and the sum, both (R,).
 
-    On return logits  # (R, V) hold e^{z_j - max of the tail} outside the support and 0 on it.
+    A few rows at a time, so that they stay in cache over the four passes.
+    """
+    shift, total = logits.new_empty(2, logits.shape[0])
+    step = (
+        max(1, CACHE_BYTES // (max(1, logits.shape[1]) * logits.element_size()))
+        if logits.is_cpu
+        else max(1, len(logits))
+    )
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        rows = logits[part]
+        peak = rows.amax(-1)
+        peak.masked_fill_(peak == NEG_INF, 0.0)
+        shift[part] = peak
+        total[part] = rows.sub_(peak[:, None]).exp_().sum(-1)
+    return shift, total
+
+
+def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> tuple[_Side, Tensor]:
+    """Statistics of one side, and the shift (R,) of the exponentials that it leaves in `logits`.
+
+    On return logits  # (R, V) hold e^{z_j - shift} outside the support and 0 on it.
     """
     columns, here = shard.columns(ids)
     picked = [logits.gather(1, columns).masked_fill_(~here, NEG_INF)]  # (R, k)
@@ -105,25 +128,26 @@ def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard
         label_columns, label_here = shard.columns(labels[:, None])
         picked.append(logits.gather(1, label_columns).masked_fill_(~label_here, NEG_INF))
     mask_support_(logits, columns, here)
-    picked.append(logits.amax(-1, keepdim=True))
+    shift, total = tail_exponentials_(logits)
+    picked.append(shift.masked_fill(total == 0, NEG_INF)[:, None])
     values = shard.max(torch.cat(picked, dim=1))
     support, peak = values[:, : ids.shape[1]], values[:, -1]
-
-    shift = peak.masked_fill(peak == NEG_INF, 0.0)
-    total = shard.sum(logits.sub_(shift[:, None]).exp_().sum(-1))  # (R,)
+    if shard.group is not None:
+        total = shard.sum(torch.where(total > 0, total * (shift - peak).exp(), 0.0))
 
     # Everything relative to the row's maximum: differences of logits are exact, a large lse would not be.
     top = torch.cat([support, peak[:, None]], dim=1).amax(-1)
     weights = torch.cat([(support - top[:, None]).exp(), ((peak - top).exp() * total)[:, None]], dim=1)
     largest = weights.argmax(-1, keepdim=True)
     log_sum = torch.log1p(weights.scatter_add(1, largest, -torch.ones_like(weights[:, :1])).sum(-1))
+    tail = peak + total.log()
     side = _Side(
         log_support=(support - top[:, None]) - log_sum[:, None],
         log_tail=((peak - top) + total.log()) - log_sum,
-        tail_lse=torch.where(total > 0, shift + total.log(), 0.0),
+        tail_lse=tail.masked_fill(tail == NEG_INF, 0.0),
         label_logprob=None if labels is None else (values[:, -2] - top) - log_sum,
     )
-    return side, total
+    return side, shift
 
 
 def _served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids: int) -> _Side:
@@ -184,10 +208,10 @@ def rows_forward_(
     labels: Tensor | None,
     options: LossOptions,
 ) -> tuple[RowRecord, Tensor, Tensor | None]:
-    """The record of a chunk, and each side's sum of tail exponentials (for `finish_gradient_`).
+    """The record of a chunk, and each side's shift (for `finish_gradient_`).
 
     student, teacher  # (R, V) fp32 or fp64 logits over the temperature, owned by the caller and overwritten: on
-                        return they hold the tail's exponentials relative to its maximum, 0 on the support
+                        return they hold e^{z_j - shift} outside the support, 0 on it
     served            # ids (R, k'), logprobs (R, k') in place of teacher
     labels            # (R,) global ids
     """
@@ -197,12 +221,12 @@ def rows_forward_(
     else:
         assert teacher is not None
         ids = shard.topk_ids(teacher if options.support == "teacher" else student, options.k)
-    s_side, s_total = _side_(student, ids, labels, shard)
+    s_side, s_shift = _side_(student, ids, labels, shard)
     if served is not None:
-        t_side, t_total = _served_side(*served, labels, shard.total), None
+        t_side, t_shift = _served_side(*served, labels, shard.total), None
     else:
         assert teacher is not None
-        t_side, t_total = _side_(teacher, ids, labels, shard)
+        t_side, t_shift = _side_(teacher, ids, labels, shard)
     kl, s_record, t_record = _divergence(s_side, t_side, options)
     record = RowRecord(
         kl=kl,
@@ -214,10 +238,10 @@ def rows_forward_(
         student=s_record,
         teacher=None if served is not None else t_record,
     )
-    return record, s_total, t_total
+    return record, s_shift, t_shift
 
 
-def tail_exponentials_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:
+def tail_softmax_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:
     """Turns logits (R, V) over the temperature into the tail's softmax, 0 on the support."""
     mask_support_(logits, *shard.columns(ids))
     return logits.sub_(side.tail_lse[:, None]).exp_()
@@ -225,7 +249,7 @@ def tail_exponentials_(logits: Tensor, side: SideRecord, ids: Tensor, shard: Voc
 
 def finish_gradient_(
     exponentials: Tensor,
-    total: Tensor | None,
+    shift: Tensor | None,
     side: SideRecord,
     ids: Tensor,
     kl_weight: Tensor,
@@ -235,8 +259,8 @@ def finish_gradient_(
 ) -> Tensor:
     """Turns the tail's exponentials into kl_weight * d kl / dz + privilege_weight * d privilege / dz, in place.
 
-    exponentials               # (R, V), 0 on the support
-    total                      # (R,) their sum over the whole vocabulary; None where it is 1
+    exponentials                 # (R, V), e^{z_j - shift}, 0 on the support
+    shift                        # (R,) None: it is the tail's lse
     kl_weight, privilege_weight  # (R,)
     """
     tail = kl_weight * side.kl_tail
@@ -244,8 +268,8 @@ def finish_gradient_(
     if privilege_weight is not None:
         tail = tail - privilege_weight * side.log_tail.exp()
         support = support - privilege_weight[:, None] * side.log_support.exp()
-    if total is not None:
-        tail = torch.where(total > 0, tail / total, 0.0)
+    if shift is not None:
+        tail = tail * (shift - side.tail_lse).exp()
     columns, here = shard.columns(ids)
     exponentials.mul_(tail[:, None])
     exponentials.scatter_add_(1, columns, support.masked_fill(~here, 0.0))

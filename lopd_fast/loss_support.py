@@ -17,8 +17,17 @@ NEG_INF = float("-inf")
 
 def _first_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and positions of the k largest per row, ties to the lowest position (torch.topk promises no order)."""
-    values, positions = torch.sort(values, dim=-1, descending=True, stable=True)
-    return values[:, :k], positions[:, :k]
+    if values.dtype != torch.float32:
+        values, positions = torch.sort(values, dim=-1, descending=True, stable=True)
+        return values[:, :k], positions[:, :k]
+    # One integer per element whose order is that of (value, lower position): then no two are equal.
+    last = values.shape[1] - 1
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    backwards = last - torch.arange(last + 1, device=values.device)
+    keys = (rising.long() << 32) | backwards
+    positions = last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values.gather(1, positions), positions
 
 
 def exact_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

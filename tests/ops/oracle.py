@@ -1,4 +1,4 @@
-"""The loss by its plain formula: full log-softmaxes in fp64, gradients by autograd. Slow, and shares no code with it."""
+"""The loss by its plain formula: full log-softmaxes in fp64 and autograd. It shares no code with the product."""
 
 from __future__ import annotations
 
