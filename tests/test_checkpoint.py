@@ -271,7 +271,10 @@ def test_killed_at_every_file_operation(
         ended = in_child(lambda root=root, operations=operations: save_and_die(root, operations))
         assert ended in (0, died)
         step = check_whole(root)
-        assert capsys.readouterr().err == "", "no damaged folder has the name of a step"
+        assert capsys.readouterr().err == ""
+        for name in names(root):  # whatever has the name of a step is one, the step about to be deleted too
+            if not name.startswith("."):
+                load_checkpoint(root / name)
         if ended == 0:
             break
         save(root, step + 1, keep=1)  # whatever is left does not stand in the way, and goes
