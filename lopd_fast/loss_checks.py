@@ -18,7 +18,7 @@ SUPPORTS = ("teacher", "student")
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 TAILS = ("bucket", "renormalize", "drop")
 BACKENDS = ("auto", "torch", "triton")
-MISSING_LOGPROB = -9999.0  # what some servers send in place of null
+MISSING_LOGPROB = -9000.0  # at or below: some servers send -9999 for null, which bf16 rounds to -9984
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ def _centred(a: Tensor, ratio: Tensor) -> Tensor:
     Ratios count from that of the heaviest bucket: where that one holds nearly all of a, its own difference is small
     and would drown in the rounding of the sum.
     """
+    if a.shape[-1] == 0:
+        return a
     ratio = ratio - ratio.gather(-1, a.argmax(-1, keepdim=True))
     return _times(a, ratio - _times(a, ratio).sum(-1, keepdim=True))
 

@@ -92,7 +92,7 @@ def topk_tail_kl(
         student_logits: (..., V), any float dtype and strides; never written to. Half precision is computed in fp32.
         teacher_logits: (..., V). It gets a gradient if it requires one.
         teacher_topk: instead of teacher_logits, a served teacher's (ids (..., k') int64, logprobs (..., k')). All
-            listed ids form the support and `k` is not used; entries with id -1 or logprob -inf, NaN or <= -9999 are
+            listed ids form the support and `k` is not used; entries with id -1 or logprob -inf, NaN or <= -9000 are
             padding. The tail is what the list leaves, 1 - sum e^logprob. Log-probs are taken as they are: ask the
             server for those at `temperature`.
         labels: (...,) int64, the sampled ids; rows with ignore_index do not count.
