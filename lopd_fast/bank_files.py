@@ -88,6 +88,10 @@ def read_bank(folder: str | Path) -> StoredBank:
             f"the bank in {folder} is damaged: bank.json says {count} x {dim}, {entries_path.name} has "
             f"{len(experiences)} experiences and {embeddings_path.name} has {embeddings.shape}: build it again."
         )
+    if len({experience.id for experience in experiences}) != count:
+        raise UserError(
+            f"the bank in {folder} is damaged: {entries_path.name} gives one id twice: build it again."
+        )
     if not np.allclose(np.linalg.norm(embeddings, axis=1), 1.0, atol=1e-3):
         raise UserError(
             f"the bank in {folder} is damaged: not all of its embeddings have unit length: build it again."

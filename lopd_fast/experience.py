@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,25 +36,20 @@ class Experience:
         for name in ("id", "task", "trace", "group", "source"):
             if not isinstance(getattr(self, name), str):
                 raise UserError(f"{name} must be text, not {getattr(self, name)!r}.")
-            try:
+            try:  # a lone surrogate is legal in JSON, but no tokenizer and no file takes it
                 getattr(self, name).encode()
-            except (
-                UnicodeEncodeError
-            ) as error:  # a lone surrogate: legal in JSON, but no tokenizer or file takes it
+            except UnicodeEncodeError as error:
                 raise UserError(f"{name} is not valid Unicode ({error}).") from error
         for name in ("task", "trace"):
             if not getattr(self, name).strip():
                 raise UserError(f"{name} is empty: there is nothing to embed.")
         if not _is_number(self.reward):
             raise UserError(f"reward must be a finite number, not {self.reward!r}.")
-        if (
-            not isinstance(self.quality, int | float)
-            or isinstance(self.quality, bool)
-            or math.isinf(self.quality)
-        ):
+        given = self.quality == self.quality  # not nan
+        if given and not _is_number(self.quality):
             raise UserError(f"quality must be a finite number, not {self.quality!r}.")
         object.__setattr__(self, "reward", float(self.reward))
-        object.__setattr__(self, "quality", self.reward if math.isnan(self.quality) else float(self.quality))
+        object.__setattr__(self, "quality", float(self.quality) if given else self.reward)
         if not self.id:
             object.__setattr__(self, "id", hashlib.sha256(repr(self.content).encode()).hexdigest()[:16])
 
@@ -144,4 +140,5 @@ def _check_steps(steps: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # compared, as math.isfinite fails on an integer beyond the floats; False for nan
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -293,8 +293,13 @@ def test_json_lines_become_experiences(tmp_path: Path):
         ('{"task": 5, "reward": 1, "trace": "x"}', "task must be text, not 5"),
         ('{"task": "t", "reward": "high", "trace": "x"}', "reward must be a finite number, not 'high'"),
         ('{"task": "t", "reward": NaN, "trace": "x"}', "reward must be a finite number"),
+        ('{"task": "t", "reward": 1' + "0" * 400 + ', "trace": "x"}', "reward must be a finite number"),
         ('{"task": "t", "reward": true, "trace": "x"}', "reward must be a finite number"),
         ('{"task": "t", "reward": 1, "trace": "x", "quality": NaN}', "quality must be a finite number"),
+        (
+            '{"task": "t", "reward": 1, "trace": "x", "quality": "b"}',
+            "quality must be a finite number, not 'b'",
+        ),
         ('{"task": "t", "reward": 1, "trace": "x", "group": 3}', "group must be text"),
         ('{"task": "t", "reward": 1, "trace": "x", "id": [1]}', "id must be text"),
         ('{"task": "t\\ud800", "reward": 1, "trace": "x"}', "task is not valid Unicode"),
@@ -403,7 +408,13 @@ def drop_a_row(folder: Path) -> None:
     save_file({**tensors, "embeddings": tensors["embeddings"][:-1]}, path)
 
 
-def scale_a_row(folder: Path) -> None:
+def repeat_a_line(folder: Path) -> None:
+    path = folder / "experiences-1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[0], lines[2]]))
+
+
+def scale_rows(folder: Path) -> None:
     path = folder / "embeddings-1.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "embeddings": tensors["embeddings"] * 2}, path)
@@ -422,7 +433,8 @@ def edit_header(**changes) -> Callable[[Path], None]:
     [
         (drop_a_line, "says 3 x 4, experiences-1.jsonl has 2 experiences"),
         (drop_a_row, r"embeddings-1.safetensors has \(2, 4\)"),
-        (scale_a_row, "not all of its embeddings have unit length"),
+        (repeat_a_line, "experiences-1.jsonl gives one id twice"),
+        (scale_rows, "not all of its embeddings have unit length"),
         (edit_header(count=4), "says 4 x 4"),
         (edit_header(dim=5), "says 3 x 5"),
         (edit_header(format=9), "format 9"),
