@@ -35,6 +35,10 @@ class Rows:
         """(N, ...) -> (R, ...)."""
         return x if self.index is None else x.index_select(0, self.index)
 
+    def pick_part(self, x: Tensor, part: slice) -> Tensor:
+        """(N, ...) -> the rows `part` of those that count; a view if all count."""
+        return x[part] if self.index is None else x.index_select(0, self.index[part])
+
     def spread(self, x: Tensor, lead: torch.Size, fill: float = 0.0) -> Tensor:
         """(R, ...) -> (*lead, ...), `fill` in the rows that do not count. Differentiable."""
         if self.index is not None:

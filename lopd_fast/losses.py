@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lopd_fast import loss_checks as checks
-from lopd_fast.fused_linear import FusedLinearLoss, Projection
+from lopd_fast.fused_head import Projection
+from lopd_fast.fused_linear import FusedLinearLoss
 from lopd_fast.logits_loss import LogitsLoss, compute_dtype
 from lopd_fast.loss_support import VocabShard
 
@@ -249,6 +250,8 @@ def fused_linear_topk_tail_kl(
     device = student_hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)
-    projection = Projection(logit_scale, logit_softcap, chunk_size)
-    loss, *outputs = FusedLinearLoss.apply(*inputs, wanted, served, rows, options, projection, autocast)
+    projection = Projection(logit_scale, logit_softcap)
+    loss, *outputs = FusedLinearLoss.apply(
+        *inputs, wanted, served, rows, options, projection, chunk_size, autocast
+    )
     return TopKTailKL.spread(loss, rows, lead, tuple(outputs))

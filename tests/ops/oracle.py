@@ -95,7 +95,8 @@ def peaked(*shape: int, seed: int, scale: float = 3.0) -> Tensor:
     return scale * noise + 6 * (noise > 1.5)
 
 
-def relative_error(actual: Tensor, wanted: Tensor) -> float:
+def relative_error(actual: Tensor | None, wanted: Tensor | None) -> float:
     """|actual - wanted| / |wanted| in the 2-norm, in fp64."""
+    assert actual is not None and wanted is not None, "a tensor that should be there is None"
     actual, wanted = actual.detach().double(), wanted.detach().double()
     return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-300))
