@@ -9,6 +9,7 @@ is padded. Backward recomputes the probabilities P from their logsumexp, with dS
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def ragged_cross_attention(
 
 
 class _RaggedCrossAttention(torch.autograd.Function):
-    """Keys of memory and latents meet only in the score matrix, which is dim_head / Q times smaller than they are.
+    """The latents' own keys are one batched product; the memories are a loop. Both share one softmax normaliser.
 
-    Scores lie key-major, (H, L + Q, Q): both halves are written in place, and no product needs keys or values copied.
+    Scores lie key-major, (H, L, Q), so that no product needs the strided keys or values copied.
     """
 
     @staticmethod
@@ -55,20 +56,22 @@ class _RaggedCrossAttention(torch.autograd.Function):
         key_latent: Tensor,
         value_latent: Tensor,
     ) -> Tensor:
-        batch, queries, heads, dim_head = query.shape
-        out = query.new_empty(query.shape)
-        lse = query.new_empty(batch, heads, 1, queries, dtype=_wide_dtype(query))
         with torch.autocast(query.device.type, enabled=False):
-            for b, rows in enumerate(_segments(offsets)):
-                q = _by_head(query[b]) * dim_head**-0.5
-                weights = _products(_by_head(key_memory[rows]), _by_head(key_latent[b]), q)  # (H, L + Q, Q)
-                highest = weights.amax(1, keepdim=True)
-                weights.sub_(highest).exp_()
-                total = weights.sum(1, keepdim=True)  # (H, 1, Q)
-                of_memory, of_latent = weights.mT[..., :-queries], weights.mT[..., -queries:]
-                attended = of_memory @ _by_head(value_memory[rows]) + of_latent @ _by_head(value_latent[b])
-                out[b] = (attended / total.mT).transpose(0, 1)
-                lse[b] = total.log_().add_(highest)
+            q = _by_head(query) * query.shape[-1] ** -0.5  # (B, H, Q, D)
+            latent_scores = _by_head(key_latent) @ q.mT  # (B, H, Q, Q)
+            highest = latent_scores.amax(-2, keepdim=True)  # (B, H, 1, Q), as is total
+            total, attended = torch.zeros_like(highest), torch.zeros_like(q)
+            for b, rows in _segments(offsets):
+                scores = _by_head(key_memory[rows]) @ q[b].mT  # (H, L, Q)
+                torch.maximum(highest[b], scores.amax(1, keepdim=True), out=highest[b])
+                weights = scores.sub_(highest[b]).exp_()
+                total[b] = weights.sum(1, keepdim=True)
+                attended[b] = weights.mT @ _by_head(value_memory[rows])
+            weights = latent_scores.sub_(highest).exp_()
+            total += weights.sum(-2, keepdim=True)
+            attended += weights.mT @ _by_head(value_latent)
+            out = (attended / total.mT).transpose(1, 2).to(query.dtype)
+            lse = total.log_().add_(highest)
         ctx.save_for_backward(query, key_memory, value_memory, key_latent, value_latent, out, lse)
         ctx.offsets = offsets
         return out
@@ -76,51 +79,51 @@ class _RaggedCrossAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key_memory, value_memory, key_latent, value_latent, out, lse = ctx.saved_tensors
-        queries, scale = query.shape[1], query.shape[-1] ** -0.5
-        inputs = (query, key_memory, value_memory, key_latent, value_latent)
-        grads = tuple(torch.empty(x.shape, dtype=_wide_dtype(x), device=x.device) for x in inputs)
-        d_query, d_key, d_value, d_key_latent, d_value_latent = grads
+        *inputs, out, lse = ctx.saved_tensors
+        query, key_memory, value_memory, key_latent, value_latent = inputs
+        grads = [torch.empty(x.shape, dtype=_wide_dtype(x), device=x.device) for x in inputs]
+        d_query, d_key, d_value, d_key_latent, d_value_latent = (_by_head(grad) for grad in grads)
+        scale = query.shape[-1] ** -0.5
         with torch.autocast(query.device.type, enabled=False):
-            for b, rows in enumerate(_segments(ctx.offsets)):
-                q, d_out = _by_head(query[b]) * scale, _by_head(grad_out[b])
-                k, k_latent = _by_head(key_memory[rows]), _by_head(key_latent[b])
-                p = _products(k, k_latent, q).sub_(lse[b]).exp_()  # (H, L + Q, Q), the probabilities
-                torch.bmm(p[:, :-queries], d_out, out=_by_head(d_value[rows]))
-                d_value_latent[b] = (p[:, -queries:] @ d_out).transpose(0, 1)
-                d_score = _products(_by_head(value_memory[rows]), _by_head(value_latent[b]), d_out)
-                d_score.sub_((d_out * _by_head(out[b])).sum(-1).unsqueeze(1)).mul_(p)
-                of_memory, of_latent = d_score[:, :-queries], d_score[:, -queries:]
-                torch.bmm(of_memory, q, out=_by_head(d_key[rows]))
-                d_key_latent[b] = (of_latent @ q).transpose(0, 1)
-                d_query[b] = ((of_memory.mT @ k + of_latent.mT @ k_latent) * scale).transpose(0, 1)
+            q, d_out = _by_head(query) * scale, _by_head(grad_out)
+            through_out = (d_out * _by_head(out)).sum(-1).unsqueeze(-2)  # (B, H, 1, Q)
+
+            def backpropagate(
+                b: slice | int, key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor
+            ) -> Tensor:
+                """Writes the gradients of some keys and values, returns their share of the scaled query's."""
+                weights = (key @ q[b].mT).sub_(lse[b]).exp_()
+                torch.matmul(weights, d_out[b], out=d_value)
+                d_scores = (value @ d_out[b].mT).sub_(through_out[b]).mul_(weights)
+                torch.matmul(d_scores, q[b], out=d_key)
+                return d_scores.mT @ key
+
+            everyone = slice(None)
+            d_query[:] = backpropagate(
+                everyone, _by_head(key_latent), _by_head(value_latent), d_key_latent, d_value_latent
+            )
+            for b, rows in _segments(ctx.offsets):
+                key, value = _by_head(key_memory[rows]), _by_head(value_memory[rows])
+                d_query[b] += backpropagate(b, key, value, d_key[:, rows], d_value[:, rows])
+            d_query *= scale
         d_query, d_key, d_value, d_key_latent, d_value_latent = (
-            g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+            grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)
         )
         return d_query, d_key, d_value, None, d_key_latent, d_value_latent
 
 
-def _products(of_memory: Tensor, of_latent: Tensor, query: Tensor) -> Tensor:
-    """[of_memory ; of_latent] query^T: (H, L, D), (H, Q, D) and (H, Q, D) -> (H, L + Q, Q)."""
-    heads, length, _ = of_memory.shape
-    queries = query.shape[1]
-    products = query.new_empty(heads, length + queries, queries)
-    torch.bmm(of_memory, query.mT, out=products[:, :length])
-    products[:, length:] = of_latent @ query.mT
-    return products
-
-
 def _by_head(x: Tensor) -> Tensor:
-    """(rows, H, D) -> (H, rows, D), a view unless it has to be widened."""
-    return x.to(_wide_dtype(x)).transpose(0, 1)
+    """(..., rows, H, D) -> (..., H, rows, D), a view unless it has to be widened."""
+    return x.to(_wide_dtype(x)).transpose(-3, -2)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _segments(offsets: list[int]) -> Iterator[slice]:
-    return (slice(start, end) for start, end in zip(offsets, offsets[1:], strict=False))
+def _segments(offsets: list[int]) -> Iterator[tuple[int, slice]]:
+    """Index and rows of every sample that has any memory."""
+    return ((b, slice(*ends)) for b, ends in enumerate(pairwise(offsets)) if ends[0] < ends[1])
 
 
 def checked_offsets(cu_seqlens: Tensor, total: int) -> list[int]:
