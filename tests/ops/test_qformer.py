@@ -1,6 +1,9 @@
 """QFormer against `qformer_ref`, the plain restatement that works sample by sample and re-projects in every layer."""
 
+import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +347,18 @@ def test_bad_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="zipped_trap.pt cannot be read"):
         load("zipped_trap.pt", heads=3)
     assert not Path("sprung").exists()
+
+
+def test_bench_runs_at_its_smallest_size(tmp_path: Path) -> None:
+    bench = Path(__file__).parents[2] / "bench" / "composer.py"
+    sizes = (
+        "--lengths 5 --batches 2 --ragged 3 0 4 --dim 16 --heads 2 --queries 4 --depth 2 --repeats 1".split()
+    )
+    rows = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [sys.executable, str(bench), *sizes, "--json", str(rows)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    assert [row["lengths"] for row in found] == [[5, 5], [3, 0, 4]]
+    assert all(row["correct"] and row["peak_mib"]["ours"] > 0 for row in found)
