@@ -16,9 +16,16 @@ from torch.autograd.function import once_differentiable
 
 from lopd_fast.fused_head import Head, Projection
 from lopd_fast.loss_checks import Rows
-from lopd_fast.loss_rows import LossOptions, RowRecord, SideRecord, finish_gradient_, rows_forward_
+from lopd_fast.loss_rows import (
+    LossOptions,
+    RowOutputs,
+    SideRecord,
+    concatenate,
+    finish_gradient_,
+    rows_forward_,
+)
 
-LOGITS_BYTES = {"cpu": 160 << 20}  # the logits of both sides of a chunk
+LOGITS_BYTES = {"cpu": 300 << 20}  # the logits of both sides of a chunk
 LOGITS_BYTES_DEVICE = 1 << 30
 
 
@@ -75,7 +82,7 @@ class FusedLinearLoss(torch.autograd.Function):
                         weight, bias, projection, options.temperature, operand, dtype, (want[1], want[2])
                     )
                 sides.append(_side(hidden, head, want[0], keep_wide=shard.group is not None))
-            record = _chunk_loop(sides, served, rows, options, chunk_size)
+            outputs = _chunk_loop(sides, served, rows, options, chunk_size)
             grads = [sides[0].grad, sides[0].head.weight_grad, sides[0].head.bias_grad, None, None, None]
             if len(sides) == 2:
                 grads[3] = sides[1].grad
@@ -93,23 +100,11 @@ class FusedLinearLoss(torch.autograd.Function):
         ctx.like = [None if x is None else (x.shape, x.dtype) for x in inputs]
         ctx.set_materialize_grads(False)
 
-        loss = rows.weight * record.kl
-        privilege = None
-        if record.student_logprob is not None and record.teacher_logprob is not None:
-            privilege = record.teacher_logprob - record.student_logprob
-            if rows.privilege_weight is not None:
-                loss = loss - rows.weight * rows.privilege_weight * privilege
-        fixed = (
-            record.kl,
-            privilege,
-            record.ids,
-            record.student_mass,
-            record.teacher_mass,
-            record.student_logprob,
-            record.teacher_logprob,
-        )
-        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
-        return loss.sum(), *fixed
+        value = outputs.kl
+        if rows.privilege_weight is not None and outputs.privilege is not None:
+            value = value - rows.privilege_weight * outputs.privilege
+        ctx.mark_non_differentiable(*(x for x in outputs.tensors() if x is not None))
+        return (rows.weight * value).sum(), *outputs.tensors()
 
     @staticmethod
     @once_differentiable
@@ -152,7 +147,7 @@ def _chunk_loop(
     rows: Rows,
     options: LossOptions,
     chunk_size: int | None,
-) -> RowRecord:
+) -> RowOutputs:
     """Projects and differentiates every chunk; gradients gather in the sides and their heads."""
     dtype, width = rows.weight.dtype, options.shard.width
     tied = len(sides) == 2 and sides[0].head is sides[1].head
@@ -180,13 +175,21 @@ def _chunk_loop(
             None if rows.labels is None else rows.labels[part],
             options,
         )
-        parts.append(record)
+        parts.append(record.outputs)
         for i, side in enumerate(sides):
             if side.differentiated:
                 side_record, shift = (record.student, record.teacher)[i], shifts[i]
                 assert side_record is not None and shift is not None
                 _to_gradient_(
-                    logits[i], shift, side_record, record.ids, side.head.chain, rows, part, options, i == 1
+                    logits[i],
+                    shift,
+                    side_record,
+                    record.outputs.ids,
+                    side.head.chain,
+                    rows,
+                    part,
+                    options,
+                    i == 1,
                 )
                 slope = slopes[i]
                 if slope is not None:
@@ -198,7 +201,7 @@ def _chunk_loop(
             for i, side in enumerate(sides):
                 if side.differentiated:
                     _multiply_back([side], logits[i], hidden[i : i + 1], rows, part)
-    return RowRecord.cat(parts)
+    return concatenate(parts)
 
 
 def _to_gradient_(

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import (
     LossOptions,
-    RowRecord,
     SideRecord,
+    concatenate,
     finish_gradient_,
     rows_forward_,
     tail_softmax_,
@@ -92,35 +92,25 @@ class LogitsLoss(torch.autograd.Function):
                     options,
                 )
                 parts.append(record)
-            record = RowRecord.cat(parts)
+        outputs = concatenate([part.outputs for part in parts])
+        sides = [concatenate([part.student for part in parts])]
+        if teacher is not None:
+            sides.append(concatenate([part.teacher for part in parts if part.teacher is not None]))
         ctx.save_for_backward(
-            student,
-            teacher,
-            record.ids,
-            *vars(record.student).values(),
-            *vars(record.teacher or record.student).values(),
+            student, teacher, outputs.ids, *(x for side in sides for x in vars(side).values())
         )
         ctx.rows, ctx.options = rows, options
         ctx.set_materialize_grads(False)
-        privilege = None
-        if record.student_logprob is not None and record.teacher_logprob is not None:
-            privilege = record.teacher_logprob - record.student_logprob
-        fixed = (
-            record.ids,
-            record.student_mass,
-            record.teacher_mass,
-            record.student_logprob,
-            record.teacher_logprob,
-        )
+        kl, privilege, *fixed = outputs.tensors()
         ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
-        return record.kl, privilege, *fixed
+        return kl, privilege, *fixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor | None, grad_privilege: Tensor | None, *_: Any):
-        student, teacher, ids, *sides = ctx.saved_tensors
+        student, teacher, ids, *saved = ctx.saved_tensors
         rows, options = ctx.rows, ctx.options
-        half = len(sides) // 2
+        fields = len(SideRecord.__dataclass_fields__)
 
         def gradient(logits: Tensor, side: SideRecord, grad_privilege: Tensor | None) -> Tensor:
             dtype = side.kl_tail.dtype
@@ -152,7 +142,7 @@ class LogitsLoss(torch.autograd.Function):
 
         grad_student = grad_teacher = None
         if ctx.needs_input_grad[0]:
-            grad_student = gradient(student, SideRecord(*sides[:half]), None)
+            grad_student = gradient(student, SideRecord(*saved[:fields]), None)
         if teacher is not None and ctx.needs_input_grad[1]:
-            grad_teacher = gradient(teacher, SideRecord(*sides[half:]), grad_privilege)
+            grad_teacher = gradient(teacher, SideRecord(*saved[fields:]), grad_privilege)
         return grad_student, grad_teacher, None, None, None

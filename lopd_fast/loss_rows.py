@@ -14,8 +14,8 @@ tail's softmax, and not the whole one, keeps q_tail / p_tail (which may be e^200
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from torch import Tensor
 from lopd_fast.loss_divergence import NEG_INF, bucket_divergence
 from lopd_fast.loss_support import VocabShard
 
-CACHE_BYTES = 4 << 20  # of logits that a CPU works on at a time
+CACHE_BYTES = (
+    8 << 20
+)  # of logits that a CPU passes over at a time; smaller would wait for its threads too often
 
 
 @dataclass(frozen=True)
@@ -51,32 +53,42 @@ class SideRecord:
 
 
 @dataclass(frozen=True)
-class RowRecord:
-    """What the forward leaves per row: the outputs, and a record per side that may get a gradient."""
+class RowOutputs:
+    """What callers see of each row."""
 
     kl: Tensor  # (R,)
+    privilege: Tensor | None  # (R,) None without labels
     ids: Tensor  # (R, k) global ids of the support, -1 where it is shorter
     student_mass: Tensor  # (R,)
     teacher_mass: Tensor  # (R,)
     student_logprob: Tensor | None  # (R,) of the label
     teacher_logprob: Tensor | None  # (R,)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(vars(self).values())
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """What the forward leaves of a chunk: its outputs, and a record per side from which to write the gradient."""
+
+    outputs: RowOutputs
     student: SideRecord
     teacher: SideRecord | None  # None for a served teacher
 
-    @staticmethod
-    def cat(records: list[RowRecord]) -> RowRecord:
-        """One record for the rows of several chunks."""
-        return records[0] if len(records) == 1 else _cat(records)
+
+Rowwise = TypeVar("Rowwise", RowOutputs, SideRecord)
 
 
-def _cat(parts: list) -> Any:
-    """Concatenates tensors, or dataclasses of them field by field; None stays None."""
-    if parts[0] is None:
-        return None
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    values = {field.name: _cat([getattr(part, field.name) for part in parts]) for field in fields(parts[0])}
-    return type(parts[0])(**values)
+def concatenate(parts: list[Rowwise]) -> Rowwise:
+    """The rows of several chunks as one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    joined: dict[str, Any] = {}
+    for name, x in vars(first).items():
+        joined[name] = None if x is None else torch.cat([getattr(part, name) for part in parts])
+    return type(first)(**joined)
 
 
 @dataclass(frozen=True)
@@ -101,12 +113,8 @@ def tail_exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     A few rows at a time, so that they stay in cache over the four passes.
     """
-    shift, total = logits.new_empty(2, logits.shape[0])
-    step = (
-        max(1, CACHE_BYTES // (max(1, logits.shape[1]) * logits.element_size()))
-        if logits.is_cpu
-        else max(1, len(logits))
-    )
+    shift, total = logits.new_empty(2, len(logits))
+    step = max(1, CACHE_BYTES // (logits.shape[1] * logits.itemsize) if logits.is_cpu else len(logits))
     for start in range(0, len(logits), step):
         part = slice(start, start + step)
         rows = logits[part]
@@ -228,17 +236,19 @@ def rows_forward_(
         assert teacher is not None
         t_side, t_shift = _side_(teacher, ids, labels, shard)
     kl, s_record, t_record = _divergence(s_side, t_side, options)
-    record = RowRecord(
+    privilege = None
+    if s_side.label_logprob is not None and t_side.label_logprob is not None:
+        privilege = t_side.label_logprob - s_side.label_logprob
+    outputs = RowOutputs(
         kl=kl,
+        privilege=privilege,
         ids=ids,
         student_mass=_mass(s_side),
         teacher_mass=_mass(t_side),
         student_logprob=s_side.label_logprob,
         teacher_logprob=t_side.label_logprob,
-        student=s_record,
-        teacher=None if served is not None else t_record,
     )
-    return record, s_shift, t_shift
+    return RowRecord(outputs, s_record, None if served is not None else t_record), s_shift, t_shift
 
 
 def tail_softmax_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:

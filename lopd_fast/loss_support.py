@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 BLOCK = 64  # columns per block of the top-k search
+SEARCH_BYTES = 64 << 20  # of keys and candidates that a search may hold, whatever k is
+KEY_BYTES = 40  # a candidate's value, id and key, and what sorting them takes
 NEG_INF = float("-inf")
 
 
@@ -37,6 +39,13 @@ def exact_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Only the k blocks with the largest maxima can hold a top-k element: an element of any other block is preceded by
     the maximum of each of those k. So one pass over V for the maxima, then k * 64 candidates per row.
     """
+    step = max(1, SEARCH_BYTES // (KEY_BYTES * min(logits.shape[1], k * BLOCK)))
+    found = [_exact_topk(part, k) for part in logits.split(step)]
+    values, ids = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _exact_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     blocks = width // BLOCK  # whole ones; the rest of the columns form one more
     if blocks <= k:

@@ -12,7 +12,7 @@ arXiv 2608.13040, eqs. 9-13):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lopd_fast import loss_checks as checks
 from lopd_fast.fused_head import Projection
 from lopd_fast.fused_linear import FusedLinearLoss
 from lopd_fast.logits_loss import LogitsLoss, compute_dtype
+from lopd_fast.loss_rows import RowOutputs
 from lopd_fast.loss_support import VocabShard
 
 if TYPE_CHECKING:
@@ -44,28 +45,13 @@ class TopKTailKL:
     topk_ids: Tensor  # (..., k) int64, by falling logit; -1 is padding
 
     @classmethod
-    def spread(
-        cls, loss: Tensor, rows: checks.Rows, lead: torch.Size, outputs: tuple[Tensor | None, ...]
-    ) -> TopKTailKL:
-        """From the outputs of the rows that count: kl, privilege, ids, masses and log-probs in that order."""
-        kl, privilege, ids, *rest = outputs
-        assert kl is not None and ids is not None
-
-        def full(x: Tensor | None) -> Tensor | None:
-            return None if x is None else rows.spread(x, lead)
-
-        student_mass, teacher_mass, student_logprob, teacher_logprob = map(full, rest)
-        assert student_mass is not None and teacher_mass is not None
-        return cls(
-            loss=loss,
-            kl=rows.spread(kl, lead),
-            privilege=full(privilege),
-            student_logprob=student_logprob,
-            teacher_logprob=teacher_logprob,
-            student_mass=student_mass,
-            teacher_mass=teacher_mass,
-            topk_ids=rows.spread(ids, lead, fill=-1),
-        )
+    def spread(cls, loss: Tensor, rows: checks.Rows, lead: torch.Size, outputs: RowOutputs) -> TopKTailKL:
+        """From the outputs of the rows that count."""
+        full: dict[str, Any] = {
+            name: None if x is None else rows.spread(x, lead, fill=-1 if name == "ids" else 0)
+            for name, x in vars(outputs).items()
+        }
+        return cls(loss=loss, topk_ids=full.pop("ids"), **full)
 
 
 def topk_tail_kl(
@@ -147,9 +133,10 @@ def topk_tail_kl(
     served = None
     if teacher_topk is not None:
         served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_logits.device)
-    outputs = LogitsLoss.apply(student_logits, teacher_logits, served, rows, options)
-    kl, privilege = outputs[:2]
-    value = kl if rows.privilege_weight is None else kl - rows.privilege_weight * privilege
+    outputs = RowOutputs(*LogitsLoss.apply(student_logits, teacher_logits, served, rows, options))
+    value = outputs.kl
+    if rows.privilege_weight is not None and outputs.privilege is not None:
+        value = value - rows.privilege_weight * outputs.privilege
     return TopKTailKL.spread((rows.weight * value).sum(), rows, lead, outputs)
 
 
@@ -254,4 +241,4 @@ def fused_linear_topk_tail_kl(
     loss, *outputs = FusedLinearLoss.apply(
         *inputs, wanted, served, rows, options, projection, chunk_size, autocast
     )
-    return TopKTailKL.spread(loss, rows, lead, tuple(outputs))
+    return TopKTailKL.spread(loss, rows, lead, RowOutputs(*outputs))
