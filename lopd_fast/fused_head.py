@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT_ROWS = 8192  # rows of a half-precision weight that a CPU widens at a time
+WEIGHT_ROWS = 8192  # rows of a half-precision weight that a CPU widens at a time, and of one that is gathered
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -46,6 +46,7 @@ class Head:
         self.cap_gain = 1.0 if self.cap is None else self.cap / temperature  # on tanh
         # d (logits / temperature) / d (h W^T + b), but for the slope of the soft-cap
         self.chain = projection.logit_scale / temperature
+        self.weight_sum: Tensor | None = None  # (H,), once a filter asks for it
         # Sums over chunks stay in fp32 (fp64): in bf16 they would stop growing after some hundred chunks.
         self.weight_grad = weight.new_zeros(weight.shape, dtype=dtype) if wanted[0] else None
         self.bias_grad = weight.new_zeros(weight.shape[0], dtype=dtype) if wanted[1] else None
@@ -107,3 +108,27 @@ class Head:
         for part, weight in self._blocks():
             torch.addmm(out, grad[:, part], weight, beta=0 if part.start == 0 else 1, out=out)
         return out
+
+    def filtered_hidden_gradient(self, grad: Tensor, threshold: Tensor) -> Tensor:
+        """`hidden_gradient` over the columns in which any row of grad passes threshold  # ().
+
+        The others enter as (sum of their gradient) x (mean of their weight rows): nearly all of what they hold is a
+        small pull of the same sign on most of the vocabulary. Exact where more than half of the columns are active.
+        """
+        active = (torch.linalg.vector_norm(grad, ord=torch.inf, dim=0) > threshold).nonzero().squeeze(1)
+        width = self.weight.shape[0]
+        if 2 * len(active) > width:
+            return self.hidden_gradient(grad)
+        if self.weight_sum is None:
+            self.weight_sum = self.weight.sum(0, dtype=self.dtype)
+        out = grad.new_zeros(grad.shape[0], self.weight.shape[1])
+        gradient_left, weight_left = grad.sum(1), self.weight_sum
+        for columns in active.split(WEIGHT_ROWS):
+            part, weight = grad.index_select(1, columns), self._operand(self.weight.index_select(0, columns))
+            if self.native:
+                out.add_(torch.mm(part.to(self.operand), weight, out_dtype=self.dtype))
+            else:
+                out.addmm_(part, weight)
+            gradient_left = gradient_left - part.sum(1)
+            weight_left = weight_left - weight.sum(0, dtype=self.dtype)
+        return out.addr_(gradient_left, weight_left / (width - len(active)))

@@ -63,6 +63,7 @@ class FusedLinearLoss(torch.autograd.Function):
         options: LossOptions,
         projection: Projection,
         chunk_size: int | None,
+        grad_filter: float | None,
         autocast: torch.dtype | None,
     ):
         inputs = (student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
@@ -82,7 +83,7 @@ class FusedLinearLoss(torch.autograd.Function):
                         weight, bias, projection, options.temperature, operand, dtype, (want[1], want[2])
                     )
                 sides.append(_side(hidden, head, want[0], keep_wide=shard.group is not None))
-            outputs = _chunk_loop(sides, served, rows, options, chunk_size)
+            outputs = _chunk_loop(sides, served, rows, options, chunk_size, grad_filter)
             grads = [sides[0].grad, sides[0].head.weight_grad, sides[0].head.bias_grad, None, None, None]
             if len(sides) == 2:
                 grads[3] = sides[1].grad
@@ -115,7 +116,7 @@ class FusedLinearLoss(torch.autograd.Function):
                 if kept is not None:
                     shape, dtype = like
                     grads[i] = kept.mul(grad_loss).to(dtype).view(shape)
-        return *grads, *[None] * 7
+        return *grads, *[None] * 8
 
 
 def _operand_dtype(
@@ -147,6 +148,7 @@ def _chunk_loop(
     rows: Rows,
     options: LossOptions,
     chunk_size: int | None,
+    grad_filter: float | None,
 ) -> RowOutputs:
     """Projects and differentiates every chunk; gradients gather in the sides and their heads."""
     dtype, width = rows.weight.dtype, options.shard.width
@@ -155,6 +157,11 @@ def _chunk_loop(
         chunk_size, rows.count, max(options.shard.widths) * len(sides), dtype, rows.weight.device
     )
     buffer = rows.weight.new_empty(len(sides) * min(step, rows.count), width)
+    threshold = None
+    if grad_filter is not None and rows.count:
+        threshold = (
+            grad_filter * rows.weight.abs().amax()
+        )  # it is about gradients ahead of token weights and Z
     parts = []
     for start in range(0, max(rows.count, 1), step):
         part = slice(start, min(start + step, rows.count))
@@ -196,11 +203,11 @@ def _chunk_loop(
                     logits[i].mul_(slope)
         del slopes
         if tied and all(side.differentiated for side in sides):
-            _multiply_back(sides, buffer[: 2 * count], hidden, rows, part)
+            _multiply_back(sides, buffer[: 2 * count], hidden, rows, part, threshold)
         else:
             for i, side in enumerate(sides):
                 if side.differentiated:
-                    _multiply_back([side], logits[i], hidden[i : i + 1], rows, part)
+                    _multiply_back([side], logits[i], hidden[i : i + 1], rows, part, threshold)
     return concatenate(parts)
 
 
@@ -224,7 +231,9 @@ def _to_gradient_(
     finish_gradient_(exponentials, shift, side, ids, weight, margin, labels, options.shard)
 
 
-def _multiply_back(sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: Rows, part: slice) -> None:
+def _multiply_back(
+    sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: Rows, part: slice, threshold: Tensor | None
+) -> None:
     """From grad  # (sides * R, V) of one head to the hidden states of its sides and to the head itself."""
     head, count = sides[0].head, part.stop - part.start
     if head.trains:
@@ -233,7 +242,10 @@ def _multiply_back(sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: 
     if not (wanted and count):
         return
     first, last = wanted[0], wanted[-1] + 1
-    product = head.hidden_gradient(grad[first * count : last * count])
+    grad = grad[first * count : last * count]
+    product = (
+        head.hidden_gradient(grad) if threshold is None else head.filtered_hidden_gradient(grad, threshold)
+    )
     for side, out in zip(sides[first:last], product.split(count), strict=True):
         assert side.grad is not None
         if rows.index is None:
@@ -245,7 +257,7 @@ def _multiply_back(sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: 
 def _chunk_rows(
     chunk_size: int | None, count: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Rows per chunk; `columns` of logits a row, both sides together."""
+    """Rows per chunk, for `columns` numbers a row."""
     if chunk_size is not None:
         return chunk_size
     budget = LOGITS_BYTES.get(device.type, LOGITS_BYTES_DEVICE)

@@ -268,5 +268,5 @@ def projection(
         raise ValueError(f"logit_softcap={logit_softcap} must be positive, or None for no cap")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1 row, or None")
-    if grad_filter is not None:
-        raise ValueError("grad_filter is not available yet: leave it None")
+    if grad_filter is not None and not grad_filter >= 0:
+        raise ValueError(f"grad_filter={grad_filter} must be at least 0, or None for exact gradients")

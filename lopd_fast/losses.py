@@ -180,7 +180,9 @@ def fused_linear_topk_tail_kl(
         student_bias, teacher_bias: (V,).
         logit_softcap: c, None for none.
         chunk_size: rows per chunk; None: as many as a byte budget holds.
-        grad_filter: None is exact.
+        grad_filter: None is exact. A threshold on |d(D - v delta) / d(h W^T + b)|, such as 1e-5: vocabulary columns
+            in which no row of a chunk passes it enter the hidden gradients by their mean alone, which skips most of
+            that product on a sharp model. Gradients of weights and biases stay exact.
         process_group: weights and biases are shards (V_rank, H) along the vocabulary; hidden states are replicated
             and get the whole gradient.
 
@@ -239,6 +241,6 @@ def fused_linear_topk_tail_kl(
     wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)
     projection = Projection(logit_scale, logit_softcap)
     loss, *outputs = FusedLinearLoss.apply(
-        *inputs, wanted, served, rows, options, projection, chunk_size, autocast
+        *inputs, wanted, served, rows, options, projection, chunk_size, grad_filter, autocast
     )
     return TopKTailKL.spread(loss, rows, lead, RowOutputs(*outputs))

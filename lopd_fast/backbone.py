@@ -1,0 +1,278 @@
+"""The backbone, loaded once and frozen, in every role: teacher (no adapter), student, encoder, anchor (one LoRA each).
+
+Roles are switched on the LoRA layers; which parameters learn never changes with the role, and a checkpointed
+backward recomputes each segment in the role of its forward.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lopd_fast.config import LoraConfig, ModelConfig
+from lopd_fast.errors import UserError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head: logits = softcap(logit_scale * (h W^T + bias))."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model folder."""
+    _check_folder(config.path)
+    return AutoTokenizer.from_pretrained(
+        config.path, trust_remote_code=config.trust_remote_code, local_files_only=True
+    )
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The causal language model of a folder, on its device and in its dtype, frozen and in evaluation mode."""
+    _check_folder(config.path)
+    device = pick_device(config.device)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.path,
+        dtype=pick_dtype(config.dtype, device),
+        attn_implementation=config.attention,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+    )
+    return model.to(device).requires_grad_(False).eval()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16, except on a CPU that multiplies fp32 faster (one without bf16 units), where it is fp32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cpu":
+        return torch.bfloat16
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left = torch.randn(256, 1024).to(dtype)
+        right = torch.randn(1024, 1024).to(dtype)
+        left @ right
+        started = time.perf_counter()
+        for _ in range(3):
+            left @ right
+        seconds[dtype] = time.perf_counter() - started
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def _check_folder(path: str) -> None:
+    if not path:
+        raise UserError("No model is named; set model.path to the folder of a causal language model.")
+    if not Path(path, "config.json").is_file():
+        raise UserError(
+            f"There is no model at {path} (no config.json in it); set model.path to a folder with one."
+        )
+
+
+class Backbone(nn.Module):
+    """One frozen model and the adapters on it."""
+
+    def __init__(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        self.role_name = "teacher"
+        self._adapters: list[str] = []
+        self._lora_layers: list[LoraLayer] = []
+        self._trainable: list[nn.Parameter] = []
+        self._fixed: list[nn.Parameter] = []
+        if gradient_checkpointing:
+            self._checkpoint(model)
+
+    def add_adapter(self, name: str, lora: LoraConfig, trainable: bool = True) -> None:
+        """Put a LoRA named `name` on the seven projections (rank and alpha of `lora`); its B starts at 0."""
+        present = {path.rsplit(".", 1)[-1] for path, _ in self.model.named_modules()}
+        targets = [target for target in PROJECTIONS if target in present]
+        if not targets:
+            raise UserError(
+                f"{type(self.model).__name__} has none of the projections {', '.join(PROJECTIONS)} a LoRA goes on."
+            )
+        config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none")
+        inject_adapter_in_model(config, self.model, adapter_name=name)
+        self._lora_layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        parameters = [parameter for _, parameter in self.adapter_parameters(name)]
+        for parameter in parameters:
+            parameter.data = parameter.data.float()  # AdamW steps of 1e-5 vanish in bf16
+        (self._trainable if trainable else self._fixed).extend(parameters)
+        self._adapters.append(name)
+        self._switch(self.role_name)
+
+    def adapter_parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
+        """Named LoRA parameters of adapter `name`, in a fixed order."""
+        return [
+            (key, value)
+            for key, value in self.model.named_parameters()
+            if f".{name}." in key and "lora_" in key
+        ]
+
+    def adapter_state(self, name: str) -> dict[str, Tensor]:
+        """State dict of adapter `name`, detached, as peft names it."""
+        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        return {key: value.detach() for key, value in state.items()}
+
+    def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
+        """Copy a state of `adapter_state` into adapter `name`; every tensor must find its place."""
+        result = set_peft_model_state_dict(self.model, dict(state), adapter_name=name)
+        missing = [key for key in result.missing_keys if f".{name}." in key and "lora_" in key]
+        if missing or result.unexpected_keys:
+            raise UserError(
+                f"The saved adapter does not fit '{name}': {len(missing)} tensors are missing "
+                f"and {len(result.unexpected_keys)} unknown."
+            )
+        self._switch(self.role_name)
+
+    @contextmanager
+    def role(self, name: str) -> Iterator[None]:
+        """Run the backbone as `name`: "teacher" (no adapter) or the name of an adapter. Restores the role it found."""
+        if name != "teacher" and name not in self._adapters:
+            raise ValueError(f"There is no adapter '{name}' on this backbone; it has {self._adapters}.")
+        before = self.role_name
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def hidden(
+        self, side_mask: Tensor, ids: Tensor | None = None, embeddings: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states (B, T, H) of ids (B, T) or embeddings (B, T, H) under mask (B, T), in the current role."""
+        body = self.model.get_decoder()
+        if embeddings is not None:
+            output = body(inputs_embeds=embeddings, attention_mask=side_mask, use_cache=False)
+        else:
+            output = body(input_ids=ids, attention_mask=side_mask, use_cache=False)
+        return output.last_hidden_state
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings (B, T, H) of ids (B, T)."""
+        return self.model.get_input_embeddings()(ids)
+
+    @property
+    def head(self) -> Head:
+        """The output head of the backbone."""
+        return head_of(self.model)
+
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backbone lives."""
+        return self.model.device
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.model.get_input_embeddings().weight.shape[1]  # pyright: ignore[reportReturnType]
+
+    def merged_state(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """(name, weight) of the plain model with adapter `name` added into its projections, one at a time."""
+        lora = {path: module for path, module in self.model.named_modules() if isinstance(module, LoraLayer)}
+        for key, value in self.model.state_dict().items():
+            if "lora_" in key:
+                continue
+            path, _, leaf = key.rpartition(".base_layer.")
+            if path in lora and leaf == "weight":
+                delta: Tensor = lora[path].get_delta_weight(name)  # pyright: ignore[reportCallIssue]
+                yield f"{path}.weight", (value.float() + delta.float()).to(value.dtype)
+            elif path in lora:
+                yield f"{path}.{leaf}", value
+            else:
+                yield key, value
+
+    def _switch(self, name: str) -> None:
+        """Activate one adapter, or none, and restore which parameters learn (peft flips that with the switch)."""
+        for layer in self._lora_layers:
+            layer.enable_adapters(name != "teacher")
+            if name != "teacher":
+                layer.set_adapter(name)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
+        for parameter in self._fixed:
+            parameter.requires_grad_(False)
+        self.role_name = name
+
+    def _checkpoint(self, model: PreTrainedModel) -> None:
+        """Non-reentrant checkpointing; its recomputation runs in the role that the forward ran in."""
+
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), self.role(self.role_name)
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.training = (
+                    True  # transformers checkpoints in training mode only; a frozen backbone has no dropout
+                )
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The output head of a causal language model, with the scale and soft-cap that its configuration names.
+
+    Raises:
+        UserError: the head is an adapter or otherwise not a plain linear layer, so its weight alone is not its output.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(
+            f"The head of this model is a {type(head).__module__}.{type(head).__name__}; the fused loss needs a plain "
+            "torch.nn.Linear (take the adapter off lm_head, or merge it)."
+        )
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    scaling = getattr(config, "logits_scaling", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(
+        head.weight, head.bias, float(scale) if scale else 1.0 / float(scaling) if scaling else 1.0, softcap
+    )
+
+
+def plain_copy(
+    model: PreTrainedModel, weights: Callable[[], Iterator[tuple[str, Tensor]]]
+) -> PreTrainedModel:
+    """A fresh model of the same configuration and dtype without any adapter, holding `weights`."""
+    config = deepcopy(model.config)
+    fresh = AutoModelForCausalLM.from_config(
+        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+    )
+    fresh = fresh.to(model.device).requires_grad_(False).eval()
+    fresh.generation_config = deepcopy(model.generation_config)
+    copy_weights(fresh, weights())
+    return fresh
+
+
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy (name, weight) pairs into `model` in place."""
+    own = model.state_dict(keep_vars=True)
+    for name, weight in weights:
+        own[name].copy_(weight)

@@ -1,0 +1,101 @@
+"""The data that travels through a step, as structs.
+
+Shape legend: B rollouts, T tokens of a padded row, N supervised (student-written) tokens of the whole batch,
+L latent tokens of one rollout (experiences x queries), H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lopd_fast.bank import Experience
+from lopd_fast.envs.base import Message, Task
+
+
+@dataclass
+class Rollout:
+    """One episode as it was sampled: token ids end to end, never re-tokenised."""
+
+    task: Task
+    messages: list[Message]  # the conversation before the first action
+    response_ids: list[int]  # everything after the prompt: sampled actions and rendered observations
+    student_mask: list[bool]  # True where the student sampled the token
+    reward: float
+    steps: list[dict[str, str]] = field(default_factory=list)  # {"action", "observation"} of every turn
+    experiences: list[Experience] = field(default_factory=list)
+    truncated: bool = False
+
+    @property
+    def advantage(self) -> float:
+        """A = 2 r - 1."""
+        return 2.0 * self.reward - 1.0
+
+    @property
+    def action(self) -> str:
+        """The last action's text."""
+        return self.steps[-1]["action"] if self.steps else ""
+
+
+@dataclass
+class Side:
+    """One model's view of the batch: right-padded ids, and where the supervised tokens are predicted from."""
+
+    ids: Tensor  # (B, T) int64; slot positions hold the pad id
+    attention_mask: Tensor  # (B, T) bool
+    rows: Tensor  # (N,) int64 into the flattened (B*T): the position whose output predicts the token
+    slots: Tensor  # (total latents,) int64 into the flattened (B*T); empty on the student's side
+
+    def to(self, device: torch.device) -> "Side":
+        """The same view on `device`."""
+        return Side(*(tensor.to(device) for tensor in (self.ids, self.attention_mask, self.rows, self.slots)))
+
+
+@dataclass
+class StepBatch:
+    """Student and teacher views of the same supervised tokens, row n being the same token on both sides."""
+
+    rollouts: list[Rollout]
+    student: Side
+    teacher: Side
+    targets: Tensor  # (N,) int64: the sampled tokens a_n
+    advantages: Tensor  # (N,) fp32: A of the rollout that token n belongs to
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the supervised tokens."""
+        return self.targets.numel()
+
+    def to(self, device: torch.device) -> "StepBatch":
+        """The same batch on `device`."""
+        return StepBatch(
+            self.rollouts,
+            self.student.to(device),
+            self.teacher.to(device),
+            self.targets.to(device),
+            self.advantages.to(device),
+        )
+
+
+@dataclass
+class StepMetrics:
+    """What one step reports; means are over supervised tokens unless named otherwise."""
+
+    step: int
+    loss: float
+    kl: float  # D, nats
+    delta: float  # Delta = mean of A_n delta_n, to be held against the margin
+    beta: float  # the dual variable used in this step
+    reward: float
+    anchor: float
+    student_mass: float
+    teacher_mass: float
+    entropy: float  # of the student's sampled-token estimate, nats
+    student_grad_norm: float
+    composer_grad_norm: float
+    tokens: int
+    response_tokens: float  # mean per rollout
+    divergence: str
+    seconds: float
+    skipped: bool = False
+    bank_size: int = 0

@@ -1,0 +1,93 @@
+"""Builds the parts of a run from its configuration; what can be refused is refused here, before work starts."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lopd_fast.backbone import Backbone, load_model, load_tokenizer
+from lopd_fast.bank import ExperienceBank
+from lopd_fast.composer import Composer
+from lopd_fast.config import Config, EnvironmentConfig, RetrievalConfig
+from lopd_fast.envs.base import Environment
+from lopd_fast.errors import UserError
+from lopd_fast.render import Renderer
+from lopd_fast.retriever import SentenceEncoder
+from lopd_fast.rollout.hf import HFRollout
+from lopd_fast.student import Student
+
+ENVIRONMENTS = ("staff_database", "lookup", "reasoning_gym")
+
+
+@dataclass
+class Parts:
+    """What a run is made of."""
+
+    config: Config
+    backbone: Backbone
+    renderer: Renderer
+    student: Student
+    composer: Composer
+    bank: ExperienceBank
+    engine: HFRollout
+    environment: Environment
+
+
+def build(config: Config) -> Parts:
+    """Load the model once and put every part on it; the run's seed decides all initial weights.
+
+    Raises:
+        UserError: what is missing or does not fit, in one sentence.
+    """
+    environment = build_environment(config.environment)
+    tokenizer = load_tokenizer(config.model)
+    renderer = Renderer(tokenizer)
+    bank = build_bank(config.retrieval, config.model.trust_remote_code)
+    model = load_model(config.model)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportArgumentType]
+        raise UserError(
+            f"The tokenizer knows {len(tokenizer)} tokens but the model at {config.model.path} has embeddings for "
+            f"{model.get_input_embeddings().weight.shape[0]}; they are not a pair."
+        )
+    torch.manual_seed(config.train.seed)
+    backbone = Backbone(model, config.model.gradient_checkpointing)
+    student = Student(backbone, config.student, config.rollout.merge_lora)
+    composer = Composer(backbone, tokenizer, config.composer)
+    engine = HFRollout(renderer, config.rollout)
+    return Parts(config, backbone, renderer, student, composer, bank, engine, environment)
+
+
+def build_bank(config: RetrievalConfig, trust_remote_code: bool = False) -> ExperienceBank:
+    """The bank that the configuration names, or an empty one for the run's own successes."""
+    encoder = SentenceEncoder(
+        *([config.encoder] if config.encoder else []),
+        query_prompt=config.query_prompt or None,
+        document_prompt=config.document_prompt or None,
+        trust_remote_code=trust_remote_code,
+    )
+    if config.bank:
+        return ExperienceBank.load(Path(config.bank), encoder)
+    return ExperienceBank(encoder)
+
+
+def build_environment(config: EnvironmentConfig) -> Environment:
+    """The environment by its name, with its options."""
+    if config.name not in ENVIRONMENTS:
+        near = difflib.get_close_matches(config.name, ENVIRONMENTS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"the environments are {', '.join(ENVIRONMENTS)}."
+        raise UserError(f"There is no environment '{config.name}'; {hint}")
+    try:
+        if config.name == "staff_database":
+            from lopd_fast.envs.staff_database import StaffDatabase
+
+            return StaffDatabase(**config.options)
+        if config.name == "lookup":
+            from lopd_fast.envs.lookup import LookupEnvironment
+
+            return LookupEnvironment(**config.options)
+        from lopd_fast.envs.reasoning_gym import ReasoningGymEnvironment
+
+        return ReasoningGymEnvironment(**config.options)
+    except TypeError as error:
+        raise UserError(f"environment.options do not fit {config.name}: {error}.") from None

@@ -1,0 +1,32 @@
+"""The console script `lopd-fast`: demo, train, ablate, bank."""
+
+from importlib.metadata import version as installed_version
+
+import typer
+
+from lopd_fast.commands.bank import app as bank
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Latent On-Policy Self-Distillation."
+)
+app.add_typer(bank, name="bank")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(installed_version("lopd-fast"))
+
+
+def _register() -> None:
+    """Commands that need torch and transformers are imported when the script runs, not when the package does."""
+    from lopd_fast.commands import ablate, demo, train
+
+    for module in (demo, train, ablate):
+        app.command(name=module.__name__.rsplit(".", 1)[-1])(module.run)
+
+
+def main() -> None:
+    """Entry point."""
+    _register()
+    app()

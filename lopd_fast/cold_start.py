@@ -1,0 +1,111 @@
+"""Cold start: phi_0 by next-token NLL of the teacher on successful trajectories (paper, eq. 14).
+
+The backbone is frozen; each trajectory is read with the latents of other experiences in its prompt, so what lowers
+the NLL is what the latents carry over.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lopd_fast.backbone import Backbone, Head
+from lopd_fast.bank import ExperienceBank
+from lopd_fast.batch import Rollout
+from lopd_fast.composer import Composer
+from lopd_fast.config import ColdStartConfig, RetrievalConfig
+from lopd_fast.optimizers import composer_optimizer, optimizer_step, schedule_factor
+from lopd_fast.pack import pack_step
+from lopd_fast.render import Renderer
+from lopd_fast.retrieval import retrieve
+from lopd_fast.teacher import teacher_hidden
+
+
+@dataclass
+class ColdStartMetrics:
+    """What one cold-start step reports."""
+
+    step: int
+    nll: float  # nats a token
+    grad_norm: float
+    seconds: float
+    skipped: bool = False
+
+
+class ColdStart:
+    """Trains phi on `trajectories`, each with the experiences that retrieval finds for it (itself left out)."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        composer: Composer,
+        renderer: Renderer,
+        bank: ExperienceBank,
+        trajectories: Sequence[Rollout],
+        config: ColdStartConfig,
+        retrieval: RetrievalConfig,
+        seed: int,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.backbone, self.composer, self.renderer = backbone, composer, renderer
+        self.config = config
+        self.say = say
+        self.step = 0
+        self.seed = seed
+        tasks = [rollout.task for rollout in trajectories]
+        found = retrieve(bank, tasks, retrieval, seed=seed)
+        self.examples = [(rollout, hits) for rollout, hits in zip(trajectories, found, strict=True) if hits]
+        self.optimizer = composer_optimizer(composer, config.optim)
+        self.parameters = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
+
+    def run_step(self) -> ColdStartMetrics:
+        """One step on a random batch; a non-finite loss or gradient skips it."""
+        started = time.perf_counter()
+        size = min(self.config.batch_size, len(self.examples))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
+        chosen = torch.randperm(len(self.examples), generator=generator)[:size].tolist()
+        loss = self.nll([self.examples[index] for index in chosen])
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.optim.clip))
+        value = float(loss.detach())
+        metrics = ColdStartMetrics(self.step + 1, value, norm, 0.0)
+        if math.isfinite(value) and math.isfinite(norm):
+            optimizer_step(self.optimizer, schedule_factor(self.config.optim, self.step, self.config.steps))
+        else:
+            metrics.skipped = True
+            self.say(f"cold-start step {self.step + 1} skipped: loss {value:.4g}, gradient norm {norm:.4g}.")
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        metrics.seconds = time.perf_counter() - started
+        return metrics
+
+    def nll(self, examples: Sequence[tuple[Rollout, Sequence]]) -> Tensor:
+        """Mean NLL over the student-written tokens of `examples`, given their experiences' latents."""
+        rollouts = [rollout for rollout, _ in examples]
+        latents = self.composer([(rollout.task.text, hits) for rollout, hits in examples])
+        batch = pack_step(rollouts, [latent.shape[0] for latent in latents], self.renderer).to(
+            self.backbone.device
+        )
+        hidden = teacher_hidden(self.backbone, batch.teacher, latents)
+        return linear_nll(hidden, self.backbone.head, batch.targets)
+
+
+def linear_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+    """Mean next-token NLL of hidden (N, H) under a head, without the full (N, V) logits where torch can.
+
+    torch.nn.functional.linear_cross_entropy knows a plain head; a scaled or soft-capped one, and torch before 2.13,
+    take the logits in full.
+    """
+    plain = head.logit_scale == 1.0 and head.logit_softcap is None
+    if plain and hasattr(F, "linear_cross_entropy"):
+        return F.linear_cross_entropy(hidden, head.weight, targets, linear_bias=head.bias).float()
+    logits = F.linear(hidden, head.weight, head.bias).float() * head.logit_scale
+    if head.logit_softcap is not None:
+        logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
+    return F.cross_entropy(logits, targets)

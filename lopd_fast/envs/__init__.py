@@ -1,0 +1,1 @@
+"""Environments: one small protocol and its implementations."""

@@ -1,0 +1,55 @@
+"""The environment protocol: a task opens an episode, the episode answers one action text at a time.
+
+An environment never sees tokens. The rollout engine renders `Episode.messages`, samples an action, hands its
+text to `Episode.step`, and renders the observation as the next user turn. Which tokens the student wrote is
+known to the rollout engine alone, because it sampled them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task. `text` is what is asked, of the retriever too; `data` belongs to the environment."""
+
+    id: str
+    text: str
+    group: str = ""  # a label to report results by (the demo: the company)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StepResult(NamedTuple):
+    """What an action led to: `observation` is the next user turn, or, when `done`, `reward` in [0, 1] counts."""
+
+    observation: str
+    reward: float
+    done: bool
+
+
+class Episode(Protocol):
+    """One attempt at one task."""
+
+    messages: Sequence[Message]  # the conversation before the first action
+
+    def step(self, action: str) -> StepResult:
+        """Take one action text; never raises for what a model wrote: a bad action is an observation or reward 0."""
+        ...
+
+
+class Environment(Protocol):
+    """Tasks by split, and episodes for them."""
+
+    name: str
+    max_turns: int
+
+    def tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        """`count` tasks of `split` ("train" | "heldout"), the same ones for the same seed; the splits never overlap."""
+        ...
+
+    def start(self, task: Task) -> Episode:
+        """Open an episode of `task`."""
+        ...

@@ -1,0 +1,129 @@
+"""Growing the bank from the model's own successes: best of n, with earlier successes shown as chat turns.
+
+The frozen base rarely solves a task unaided. Shown what worked before on the most similar tasks, as text, it does
+more often; what it then gets right is kept with the plain prompt, as if it had been solved without the examples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from lopd_fast.bank import Experience, ExperienceBank, linearise
+from lopd_fast.batch import Rollout
+from lopd_fast.envs.base import Environment, Episode, Message, StepResult, Task
+from lopd_fast.rollout.hf import HFRollout, Progress
+from lopd_fast.rollout.sampling import Sampling
+
+
+def experience_of(rollout: Rollout, source: str = "rollout") -> Experience:
+    """A finished rollout as the bank keeps it."""
+    trace = linearise(rollout.steps)
+    return Experience("", rollout.task.text, trace, rollout.reward, group=rollout.task.group, source=source)
+
+
+def successful(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts with full reward whose every action says something."""
+    return [
+        rollout
+        for rollout in rollouts
+        if rollout.reward >= 1.0 and rollout.steps and all(step["action"].strip() for step in rollout.steps)
+    ]
+
+
+@dataclass
+class _Shown:
+    """An environment whose episodes begin with examples; everything else is the wrapped one's."""
+
+    inner: Environment
+    examples: dict[str, list[Message]]  # by task id
+
+    def __post_init__(self) -> None:
+        self.name = self.inner.name
+        self.max_turns = self.inner.max_turns
+
+    def tasks(self, split: str, count: int, seed: int) -> list[Task]:
+        return self.inner.tasks(split, count, seed)
+
+    def start(self, task: Task) -> "Episode":
+        return _ShownEpisode(self.inner.start(task), self.examples.get(task.id, []))
+
+
+class _ShownEpisode:
+    def __init__(self, inner: Episode, examples: Sequence[Message]) -> None:
+        self.inner = inner
+        system = [message for message in inner.messages if message["role"] == "system"]
+        rest = [message for message in inner.messages if message["role"] != "system"]
+        self.messages: Sequence[Message] = [*system, *examples, *rest]
+
+    def step(self, action: str) -> StepResult:
+        return self.inner.step(action)
+
+
+def explore(
+    model: PreTrainedModel,
+    engine: HFRollout,
+    environment: Environment,
+    tasks: Sequence[Task],
+    bank: ExperienceBank,
+    pool: dict[str, Rollout],
+    *,
+    shots: int,
+    sampling: Sampling,
+    seed: int,
+    progress: Progress | None = None,
+) -> list[Rollout]:
+    """Attempt every task once, with up to `shots` successes on similar tasks shown; return the successful rollouts.
+
+    `pool` maps an experience's id to its rollout. Both `bank` and `pool` grow by what succeeds.
+    """
+    examples: dict[str, list[Message]] = {}
+    if len(bank) and shots:
+        found = bank.search([task.text for task in tasks], shots, allow_self=False)
+        for task, hits in zip(tasks, found, strict=True):
+            shown = [pool[hit.experience.id] for hit in reversed(hits) if hit.experience.id in pool]
+            examples[task.id] = [turn for rollout in shown for turn in _turns(rollout)]
+    rollouts = engine.rollouts(
+        model, _Shown(environment, examples), tasks, sampling, seed=seed, progress=progress
+    )
+    good = successful(rollouts)
+    for rollout in good:
+        rollout.messages = [dict(message) for message in environment.start(rollout.task).messages]
+    keep(good, bank, pool)
+    return good
+
+
+def keep(
+    rollouts: Sequence[Rollout], bank: ExperienceBank, pool: dict[str, Rollout], source: str = "rollout"
+) -> None:
+    """Add successful rollouts to the bank, and to the pool under their experiences' ids."""
+    experiences = [experience_of(rollout, source) for rollout in rollouts]
+    bank.add(experiences)
+    for experience, rollout in zip(experiences, rollouts, strict=True):
+        pool.setdefault(experience.id, rollout)
+
+
+def _turns(rollout: Rollout) -> list[Message]:
+    """A rollout as the chat turns it was."""
+    turns = [message for message in rollout.messages if message["role"] != "system"]
+    for number, step in enumerate(rollout.steps):
+        turns.append({"role": "assistant", "content": step["action"]})
+        if number + 1 < len(rollout.steps):
+            turns.append({"role": "user", "content": step["observation"]})
+    return turns
+
+
+def replay(
+    environment: Environment, task: Task, actions: Sequence[str], encode: Callable[[str], list[int]]
+) -> Rollout:
+    """A rollout of given actions, for seed demonstrations; `encode` gives an action's ids with its end token.
+
+    Single-turn tasks only: a multi-turn demonstration would have to be rendered with its observations.
+    """
+    episode = environment.start(task)
+    messages = [dict(message) for message in episode.messages]
+    (action,) = actions
+    result = episode.step(action)
+    ids = encode(action)
+    steps = [{"action": action, "observation": result.observation}]
+    return Rollout(task, messages, ids, [True] * len(ids), result.reward, steps)

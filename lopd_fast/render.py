@@ -1,0 +1,91 @@
+"""One function that renders a prompt, for the student and for the teacher alike.
+
+The teacher's prompt is the student's with a slot for latent tokens at the head of the first user message. Both come
+from the same messages through the same chat template with the same options, so thinking mode, BOS and the assistant
+header cannot differ; with no latents the two are the same ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lopd_fast.envs.base import Message
+from lopd_fast.errors import UserError
+
+SLOT = "<lopd-experience-latents>"
+SLOT_HEADER = f"Experience: {SLOT}\n\n"
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders messages to ids. `template_options` go to the chat template of both sides (enable_thinking, ...)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"The tokenizer at {self.tokenizer.name_or_path} has no chat template; use an instruct model or add a "
+                "chat_template.jinja to its folder."
+            )
+
+    def prompt(self, messages: Sequence[Message], num_latents: int = 0) -> tuple[list[int], int]:
+        """Ids of the conversation up to the assistant header, and the offset of its latent slots.
+
+        With `num_latents` > 0 the ids hold that many pad ids at the offset, for the latents to be spliced over.
+        """
+        if num_latents == 0:
+            return self._ids(self._text(messages)), 0
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise UserError(
+                "A conversation needs a user message for the latent tokens to stand in; it has none."
+            )
+        if any(SLOT in message["content"] for message in messages):
+            raise UserError(
+                f"A message holds the text {SLOT}, which marks the latent tokens' place; remove it."
+            )
+        marked = [dict(message) for message in messages]
+        marked[first]["content"] = SLOT_HEADER + marked[first]["content"]
+        before, _, after = self._text(marked).partition(SLOT)
+        head = self._ids(before)
+        return head + [self.pad_id] * num_latents + self._ids(after), len(head)
+
+    def observation(self, content: str) -> list[int]:
+        """Ids that follow a finished action: the observation as the next user turn, and the next assistant header.
+
+        They are cut out of a rendered conversation, so the sampled ids before them are never rendered again.
+        """
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        shorter = self._text(conversation, generate=False).rstrip()
+        longer = self._text([*conversation, {"role": "user", "content": content}])
+        assert longer.startswith(shorter)
+        return self._ids(longer[len(shorter) :])
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills padding and latent slots; what it means is never read."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
+
+    @property
+    def end_ids(self) -> set[int]:
+        """Ids that end an action: the tokenizer's end, and the end-of-turn marker of the chat template."""
+        closing = self._text(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], generate=False
+        )
+        tail = self._ids(closing[closing.rindex("y") + 1 :])
+        ends = {self.tokenizer.eos_token_id}
+        ends.update(token for token in tail[:1] if token in self.tokenizer.all_special_ids)
+        return {end for end in ends if isinstance(end, int)}
+
+    def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+            list(messages), tokenize=False, add_generation_prompt=generate, **self.template_options
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids  # pyright: ignore[reportReturnType]

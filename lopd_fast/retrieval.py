@@ -1,0 +1,26 @@
+"""Which experiences a task gets: the bank's nearest, or, as an ablation, random ones."""
+
+import random
+from collections.abc import Sequence
+
+from lopd_fast.bank import Experience, ExperienceBank
+from lopd_fast.config import RetrievalConfig
+from lopd_fast.envs.base import Task
+
+
+def retrieve(
+    bank: ExperienceBank,
+    tasks: Sequence[Task],
+    config: RetrievalConfig,
+    *,
+    seed: int = 0,
+    groups: Sequence[set[str]] | None = None,
+) -> list[list[Experience]]:
+    """J experiences for every task (fewer from a small bank); `groups` restricts task b to the labels `groups[b]`."""
+    if config.shuffle:
+        rng = random.Random(seed)
+        return [rng.sample(bank.experiences, min(config.neighbours, len(bank))) for _ in tasks]
+    hits = bank.search(
+        [task.text for task in tasks], config.neighbours, allow_self=config.allow_self, groups=groups
+    )
+    return [[hit.experience for hit in found] for found in hits]

@@ -1,0 +1,249 @@
+"""A run from nothing to a trained student, in stages that can be stopped and resumed: explore, cold start, distil.
+
+Folder of a run: config.json, trajectories.jsonl and bank/ (after explore), cold_start/metrics.jsonl, metrics.jsonl,
+tensorboard/, checkpoints/, curves.png and student/ (at the end).
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lopd_fast.batch import Rollout, StepMetrics
+from lopd_fast.build import Parts
+from lopd_fast.checkpoint import (
+    latest_checkpoint,
+    latest_good,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from lopd_fast.cold_start import ColdStart, ColdStartMetrics
+from lopd_fast.config import Config, save_config, to_dict
+from lopd_fast.envs.base import Task
+from lopd_fast.errors import UserError
+from lopd_fast.explore import explore, keep
+from lopd_fast.interrupt import StopRequest
+from lopd_fast.metrics import MetricsLog, read_metrics
+from lopd_fast.plots import plot_curves
+from lopd_fast.rollout.hf import Progress
+from lopd_fast.rollout.sampling import Sampling
+from lopd_fast.trainer import Trainer
+from lopd_fast.trajectories import load_trajectories, save_trajectories
+
+StepHook = Callable[[ColdStartMetrics | StepMetrics], None]
+
+
+class Stopped(Exception):
+    """The run was asked to stop; it has saved a checkpoint."""
+
+
+@dataclass
+class Run:
+    """Drives the stages over `parts`; `say` hears what a person should know."""
+
+    parts: Parts
+    say: Callable[[str], None] = print
+    pool: dict[str, Rollout] = field(default_factory=dict)  # by experience id
+
+    def __post_init__(self) -> None:
+        self.config: Config = self.parts.config
+        self.out = Path(self.config.train.out)
+        self.checkpoints = self.out / "checkpoints"
+
+    # --- folder -----------------------------------------------------------------------------------------------
+
+    def open(self, resume: bool) -> bool:
+        """Prepare the folder. Returns whether there is a checkpoint to go on from.
+
+        Raises:
+            UserError: the folder holds a run that was not asked to be resumed, or one of another configuration.
+        """
+        saved = self.out / "config.json"
+        found = latest_checkpoint(self.checkpoints) is not None
+        if not resume and found:
+            raise UserError(
+                f"{self.out} holds an earlier run; go on with it by --resume, or choose another folder (train.out=...)."
+            )
+        if resume and found:
+            _check_same(json.loads(saved.read_text(encoding="utf-8")), to_dict(self.config), self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        save_config(self.config, saved)
+        return resume and found
+
+    # --- explore ----------------------------------------------------------------------------------------------
+
+    def seed(self, demonstrations: Sequence[Rollout]) -> None:
+        """Put given demonstrations into bank and pool, marked as seeds."""
+        wrong = [rollout for rollout in demonstrations if rollout.reward < 1.0]
+        if wrong:
+            raise UserError(
+                f"The seed demonstration of task {wrong[0].task.id} has reward {wrong[0].reward}, not 1."
+            )
+        keep(demonstrations, self.parts.bank, self.pool, "seed")
+
+    def explore(
+        self, tasks: Sequence[Task], *, rounds: int, shots: int, progress: Progress | None = None
+    ) -> int:
+        """Attempt `tasks` in `rounds` parts, later ones seeing earlier successes; returns the number of successes."""
+        sampling, seed = Sampling.of(self.config.rollout), self.config.train.seed
+        found = 0
+        with self.parts.backbone.role("teacher"):
+            for number in range(rounds):
+                good = explore(
+                    self.parts.backbone.model,
+                    self.parts.engine,
+                    self.parts.environment,
+                    tasks[number::rounds],
+                    self.parts.bank,
+                    self.pool,
+                    shots=shots,
+                    sampling=sampling,
+                    seed=seed * 1_000_003 + number,
+                    progress=progress,
+                )
+                found += len(good)
+        if not self.pool:
+            raise UserError(
+                f"None of {len(tasks)} attempts succeeded, so there is no experience to learn from; give easier tasks, "
+                "a bank (retrieval.bank) or seed demonstrations."
+            )
+        save_trajectories(self.pool.values(), self.out / "trajectories.jsonl")
+        self.parts.bank.save(self.out / "bank")
+        return found
+
+    # --- cold start -------------------------------------------------------------------------------------------
+
+    def cold_start(self, hook: StepHook | None = None) -> ColdStart:
+        """Train phi_0, from the latest checkpoint where there is one; ends with a checkpoint and the anchor frozen."""
+        stage = ColdStart(
+            self.parts.backbone,
+            self.parts.composer,
+            self.parts.renderer,
+            self.parts.bank,
+            list(self.pool.values()),
+            self.config.cold_start,
+            self.config.retrieval,
+            seed=self.config.train.seed,
+            say=self.say,
+        )
+        checkpoint = latest_good(self.checkpoints)
+        if checkpoint is not None and checkpoint.state["stage"] == "cold_start":
+            self.parts.composer.load(checkpoint.tensors["composer"])
+            restore_optimizer(stage.optimizer, checkpoint.tensors["optimizer"])
+            stage.step = checkpoint.state["stage_step"]
+        with (
+            MetricsLog(self.out / "cold_start", resume_step=stage.step or None) as log,
+            StopRequest() as stop,
+        ):
+            while stage.step < self.config.cold_start.steps:
+                metrics = stage.run_step()
+                log.write(dataclasses.asdict(metrics))
+                if hook is not None:
+                    hook(metrics)
+                if stop.requested and stage.step < self.config.cold_start.steps:
+                    tensors = {
+                        "composer": self.parts.composer.state(),
+                        "optimizer": optimizer_tensors(stage.optimizer),
+                    }
+                    self._save("cold_start", stage.step, stage.step, tensors, {})
+                    raise Stopped
+        self.parts.composer.freeze_anchor()
+        return stage
+
+    # --- distil -----------------------------------------------------------------------------------------------
+
+    def distil(self, tasks: Sequence[Task], hook: StepHook | None = None) -> Trainer:
+        """Run LOPD steps from the latest checkpoint of this stage, or from its start."""
+        trainer = Trainer(self.parts, tasks, say=self.say)
+        checkpoint = latest_good(self.checkpoints)
+        if checkpoint is not None and checkpoint.state["stage"] == "distil":
+            self.parts.composer.load(checkpoint.tensors["composer"])
+            self.parts.student.load(checkpoint.tensors["student"])
+            trainer.load(checkpoint.tensors, checkpoint.state["trainer"])
+        else:
+            self._save_trainer(trainer)  # what cold start learned is not lost to a stop in the first steps
+        train = self.config.train
+        with MetricsLog(self.out, resume_step=trainer.step or None) as log, StopRequest() as stop:
+            while trainer.step < train.steps:
+                metrics = trainer.run_step()
+                log.write(dataclasses.asdict(metrics))
+                if hook is not None:
+                    hook(metrics)
+                due = trainer.step % train.checkpoint_every == 0 or trainer.step == train.steps
+                if due or stop.requested:
+                    self._save_trainer(trainer)
+                if stop.requested and trainer.step < train.steps:
+                    raise Stopped
+        return trainer
+
+    def finish(self, title: str = "LOPD") -> Path:
+        """Write the curves and the student as a plain model folder; returns that folder."""
+        objective = self.config.objective
+        curves = read_metrics(self.out / "metrics.jsonl")
+        plot_curves(curves, self.out / "curves.png", margin=objective.margin, title=title)
+        folder = self.out / "student"
+        self.parts.student.save(folder, self.parts.renderer.tokenizer)
+        return folder
+
+    def restore(self) -> str:
+        """Bring bank and trajectories back from the folder; returns the stage that the latest checkpoint is in."""
+        self.pool = {}
+        checkpoint = latest_good(self.checkpoints)
+        assert checkpoint is not None
+        rollouts = load_trajectories(self.out / "trajectories.jsonl")
+        saved = checkpoint.path / "bank"
+        bank = type(self.parts.bank).load(
+            saved if saved.is_dir() else self.out / "bank", self.parts.bank.encoder
+        )
+        self.parts.bank = bank
+        keep(rollouts, bank, self.pool)
+        return checkpoint.state["stage"]
+
+    def _save_trainer(self, trainer: Trainer) -> None:
+        tensors = {
+            "composer": self.parts.composer.state(),
+            "student": self.parts.student.state(),
+            **trainer.tensors(),
+        }
+        step = self.config.cold_start.steps + trainer.step
+        self._save("distil", step, trainer.step, tensors, {"trainer": trainer.state()})
+
+    def _save(
+        self,
+        stage: str,
+        step: int,
+        stage_step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: dict[str, Any],
+    ) -> None:
+        save_checkpoint(
+            self.checkpoints,
+            step,
+            tensors,
+            {"stage": stage, "stage_step": stage_step, **state},
+            extra=lambda folder: self.parts.bank.save(folder / "bank"),
+            keep=self.config.train.keep_checkpoints,
+        )
+
+
+def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    """Refuse to resume with another configuration; how long to train and how often to save may change."""
+    free = {
+        ("train", "steps"),
+        ("train", "checkpoint_every"),
+        ("train", "keep_checkpoints"),
+        ("train", "out"),
+    }
+    for section, values in now.items():
+        for key, value in values.items():
+            before = saved.get(section, {}).get(key)
+            if (section, key) not in free and before != value:
+                raise UserError(
+                    f"{out} was started with {section}.{key}={before!r}, now it is {value!r}; resume with the same "
+                    "configuration or choose another folder."
+                )

@@ -1,0 +1,100 @@
+"""The student theta: a LoRA on the shared backbone, or a model of its own whose every weight learns."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lopd_fast.backbone import Backbone, Head, copy_weights, head_of, plain_copy
+from lopd_fast.batch import Side
+from lopd_fast.config import StudentConfig
+
+
+class Student:
+    """The policy that is trained and, in the end, the only thing that is deployed."""
+
+    def __init__(self, backbone: Backbone, config: StudentConfig, merge_for_rollout: bool = True) -> None:
+        self.backbone = backbone
+        self.mode = config.mode
+        self._merge = merge_for_rollout
+        self._rollout_copy: PreTrainedModel | None = None
+        self._own: PreTrainedModel | None = None
+        if self.mode == "lora":
+            backbone.add_adapter("student", config.lora)
+        else:
+            own = plain_copy(backbone.model, lambda: iter(backbone.model.state_dict().items()))
+            self._own = own.float().requires_grad_(True)  # steps of 1e-5 vanish in bf16 weights
+
+    def hidden(self, side: Side) -> Tensor:
+        """Hidden states (N, H) at the supervised rows of the student's view."""
+        if self._own is not None:
+            body = self._own.get_decoder()
+            hidden = body(
+                input_ids=side.ids, attention_mask=side.attention_mask, use_cache=False
+            ).last_hidden_state
+        else:
+            with self.backbone.role("student"):
+                hidden = self.backbone.hidden(side.attention_mask, ids=side.ids)
+        return hidden.reshape(-1, hidden.shape[-1])[side.rows]
+
+    @property
+    def head(self) -> Head:
+        """The student's output head; under a LoRA it is the backbone's own."""
+        return self.backbone.head if self._own is None else head_of(self._own)
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Named parameters that learn."""
+        return (
+            self.backbone.adapter_parameters("student")
+            if self._own is None
+            else list(self._own.named_parameters())
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """theta."""
+        if self._own is None:
+            return self.backbone.adapter_state("student")
+        return {key: value.detach() for key, value in self._own.named_parameters()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Read back what `state` gave."""
+        if self._own is None:
+            self.backbone.load_adapter_state("student", state)
+        else:
+            copy_weights(self._own, iter(state.items()))
+
+    @contextmanager
+    def policy(self) -> Iterator[PreTrainedModel]:
+        """The model to sample from, up to date with theta.
+
+        By default it is a merged copy of the LoRA student: unmerged adapters nearly double the time of decoding.
+        """
+        if self._own is not None:
+            yield self._own
+        elif self._merge:
+            yield self._merged_copy()
+        else:
+            with self.backbone.role("student"):
+                yield self.backbone.model
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a plain model folder that transformers loads by itself."""
+        if self._own is None:
+            model = plain_copy(self.backbone.model, lambda: self.backbone.merged_state("student"))
+        else:
+            model = plain_copy(self.backbone.model, lambda: iter(self.state().items()))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    @torch.no_grad()
+    def _merged_copy(self) -> PreTrainedModel:
+        if self._rollout_copy is None:
+            self._rollout_copy = plain_copy(
+                self.backbone.model, lambda: self.backbone.merged_state("student")
+            )
+        else:
+            copy_weights(self._rollout_copy, self.backbone.merged_state("student"))
+        return self._rollout_copy

@@ -1,0 +1,28 @@
+"""The teacher: the frozen backbone without any adapter, reading latents that were spliced into its prompt.
+
+Its activations stay in the graph. No weight of it learns; the gradient passes through it to the latents.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lopd_fast.backbone import Backbone
+from lopd_fast.batch import Side
+
+
+def splice(embeddings: Tensor, slots: Tensor, latents: Tensor) -> Tensor:
+    """Embeddings (B, T, H) with `latents` (M, H) in the flat positions `slots` (M,); differentiable in the latents."""
+    if slots.numel() != latents.shape[0]:
+        raise ValueError(f"{latents.shape[0]} latents were given for {slots.numel()} slots.")
+    flat = embeddings.reshape(-1, embeddings.shape[-1])
+    return flat.index_copy(0, slots, latents.to(flat.dtype)).view_as(embeddings)
+
+
+def teacher_hidden(backbone: Backbone, side: Side, latents: Sequence[Tensor]) -> Tensor:
+    """Hidden states (N, H) at the supervised rows of the teacher's view, given every rollout's latents (L_b, H)."""
+    with backbone.role("teacher"):
+        embeddings = splice(backbone.embed(side.ids), side.slots, torch.cat(list(latents)))
+        hidden = backbone.hidden(side.attention_mask, embeddings=embeddings)
+    return hidden.reshape(-1, hidden.shape[-1])[side.rows]

@@ -1,0 +1,300 @@
+"""One LOPD step, and the loop around it.
+
+    rollout -> retrieve -> compose -> teacher and student forward -> one fused loss -> one backward to theta and phi
+    -> clip -> AdamW -> dual update of beta
+
+Both gradients are taken at the same (theta, phi), so one teacher pass serves both.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lopd_fast.batch import Rollout, StepBatch, StepMetrics
+from lopd_fast.build import Parts
+from lopd_fast.checkpoint import optimizer_tensors, restore_optimizer
+from lopd_fast.envs.base import Task
+from lopd_fast.explore import experience_of, successful
+from lopd_fast.losses import TopKTailKL, fused_linear_topk_tail_kl
+from lopd_fast.objective import anchor_sum, dual_update
+from lopd_fast.optimizers import adamw, composer_optimizer, optimizer_step, schedule_factor
+from lopd_fast.pack import fitting, micro_batches, pack_step
+from lopd_fast.retrieval import retrieve
+from lopd_fast.rollout.sampling import Sampling
+from lopd_fast.teacher import teacher_hidden
+
+LOW_TEACHER_MASS = 0.5
+
+
+@dataclass
+class _Totals:
+    """Sums over the micro-batches of a step, on the device until they are read once."""
+
+    loss: Tensor
+    kl: Tensor
+    delta: Tensor
+    anchor: Tensor
+    student_mass: Tensor
+    teacher_mass: Tensor
+    surprise: Tensor
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> "_Totals":
+        return cls(*torch.zeros(7, device=device).unbind())
+
+
+class Trainer:
+    """Holds theta's and phi's optimisers, the dual variable and the step counter.
+
+    `say` hears one line whenever a person should know something (a skipped step, a low teacher mass).
+    """
+
+    def __init__(self, parts: Parts, tasks: Sequence[Task], say: Callable[[str], None] = print) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.tasks = list(tasks)
+        self.say = say
+        self.step = 0
+        self.beta = self.config.objective.beta_init
+        self.skipped = 0
+        self.theta = [parameter for _, parameter in parts.student.trainable()]
+        self.phi = [parameter for _, parameter in parts.composer.trainable()["encoder"]]
+        self.phi += [parameter for _, parameter in parts.composer.trainable()["qformer"]]
+        optim = self.config.optim
+        self.theta_optimizer = adamw(optim, [(self.theta, optim.lr)])
+        self.phi_optimizer = composer_optimizer(parts.composer, optim)
+
+    def run_step(self) -> StepMetrics:
+        """One step; raises nothing for a non-finite loss or gradient: the step is skipped, counted and said."""
+        started = time.perf_counter()
+        rollouts = self.sample()
+        metrics = self.update(rollouts)
+        if self.config.retrieval.grow:
+            self.parts.bank.add([experience_of(rollout) for rollout in successful(rollouts)])
+        metrics.bank_size = len(self.parts.bank)
+        metrics.seconds = time.perf_counter() - started
+        return metrics
+
+    def sample(self) -> list[Rollout]:
+        """This step's rollouts by the student from the tasks alone, with the experiences retrieved for each."""
+        train = self.config.train
+        tasks = [task for task in self._tasks_of(self.step) for _ in range(train.rollouts_per_task)]
+        with self.parts.student.policy() as model:
+            rollouts = self.parts.engine.rollouts(
+                model,
+                self.parts.environment,
+                tasks,
+                Sampling.of(self.config.rollout),
+                seed=train.seed * 1_000_003 + self.step,
+            )
+        found = retrieve(
+            self.parts.bank, tasks, self.config.retrieval, seed=train.seed * 1_000_003 + self.step
+        )
+        for rollout, experiences in zip(rollouts, found, strict=True):
+            rollout.experiences = experiences
+        return rollouts
+
+    def update(self, rollouts: Sequence[Rollout]) -> StepMetrics:
+        """One backward through loss, teacher and student, and one step of both optimisers."""
+        kept = self._fitting(rollouts)
+        tokens = sum(sum(rollout.student_mask) for rollout in kept)
+        divergence = self.divergence
+        metrics = self._metrics(rollouts, tokens, divergence)
+        if tokens == 0:
+            return self._skip(metrics, "no rollout of this step holds a token to learn from")
+        totals = self.backward(kept)
+        self._read(totals, metrics, tokens)
+        self._step_optimizers(metrics)
+        return metrics
+
+    def backward(self, rollouts: Sequence[Rollout]) -> _Totals:
+        """Accumulate the gradients of the whole objective over micro-batches; denominators are the step's own."""
+        config = self.config
+        num_items = sum(sum(rollout.student_mask) for rollout in rollouts)
+        num_queries = config.composer.num_queries if config.objective.use_latents else 0
+        num_latents = sum(len(rollout.experiences) for rollout in rollouts) * num_queries
+        totals = _Totals.zeros(self.parts.backbone.device)
+        for group in micro_batches(rollouts, config.train.micro_batch_tokens, self.parts.renderer):
+            latents, anchors = self._latents(group)
+            counts = [latent.shape[0] for latent in latents]
+            batch = pack_step(group, counts, self.parts.renderer).to(self.parts.backbone.device)
+            result = self._distill(batch, latents, num_items)
+            loss = result.loss
+            if num_latents and config.objective.anchor and not config.objective.freeze_composer:
+                distance = anchor_sum(latents, anchors) / (num_latents * self.parts.backbone.hidden_size)
+                loss = loss + config.objective.anchor * distance
+                totals.anchor += distance.detach()
+            loss.backward()
+            self._add(totals, result, batch, loss)
+        totals.loss += self.beta * config.objective.margin  # the constant of beta (m - Delta)
+        return totals
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Optimiser states, for a checkpoint."""
+        return {
+            "theta_optimizer": optimizer_tensors(self.theta_optimizer),
+            "phi_optimizer": optimizer_tensors(self.phi_optimizer),
+        }
+
+    def state(self) -> dict[str, float | int]:
+        """The numbers of a checkpoint; every random draw follows from the seed and the step."""
+        return {"step": self.step, "beta": self.beta, "skipped": self.skipped}
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Read back what `tensors` and `state` gave."""
+        restore_optimizer(self.theta_optimizer, tensors["theta_optimizer"])
+        restore_optimizer(self.phi_optimizer, tensors["phi_optimizer"])
+        self.step, self.beta, self.skipped = state["step"], state["beta"], state["skipped"]
+
+    @property
+    def divergence(self) -> str:
+        """The divergence of the present step: another one may be scheduled for the first share of the steps."""
+        early = self.step < self.config.loss.first_share * self.config.train.steps
+        return self.config.loss.first_divergence if early else self.config.loss.divergence
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether this step trains phi alone."""
+        return self.step < self.config.objective.teacher_warmup * self.config.train.steps
+
+    def _distill(self, batch: StepBatch, latents: Sequence[Tensor], num_items: int) -> TopKTailKL:
+        """Teacher and student forward, and the fused loss of both."""
+        loss, student, backbone = self.config.loss, self.parts.student, self.parts.backbone
+        teacher = teacher_hidden(backbone, batch.teacher, latents)
+        hidden = student.hidden(batch.student)
+        head, teacher_head = student.head, backbone.head
+        tied = head.weight is teacher_head.weight
+        return fused_linear_topk_tail_kl(
+            hidden,
+            head.weight,
+            teacher,
+            None if tied else teacher_head.weight,
+            student_bias=head.bias,
+            teacher_bias=None if tied else teacher_head.bias,
+            labels=batch.targets,
+            privilege_weight=self.beta * batch.advantages,
+            k=min(loss.k, head.weight.shape[0]),
+            support=loss.support,
+            divergence=self.divergence,
+            beta=loss.beta,
+            tail=loss.tail,
+            temperature=loss.temperature,
+            num_items=num_items,
+            logit_scale=head.logit_scale,
+            logit_softcap=head.logit_softcap,
+        )
+
+    def _latents(self, rollouts: Sequence[Rollout]) -> tuple[list[Tensor], list[Tensor]]:
+        """c_phi and c_phi0 of every rollout."""
+        composer = self.parts.composer
+        if not self.config.objective.use_latents:
+            return composer([(rollout.task.text, []) for rollout in rollouts]), []
+        requests = [(rollout.task.text, rollout.experiences) for rollout in rollouts]
+        if self.config.objective.freeze_composer:
+            with torch.no_grad():
+                return composer(requests), []
+        return composer(requests), composer.anchor(requests) if self.config.objective.anchor else []
+
+    def _fitting(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        queries = self.config.composer.num_queries if self.config.objective.use_latents else 0
+        counts = [len(rollout.experiences) * queries for rollout in rollouts]
+        kept = fitting(rollouts, counts, self.parts.renderer, self.config.rollout.max_tokens)
+        return [rollouts[index] for index in kept]
+
+    def _tasks_of(self, step: int) -> list[Task]:
+        """Tasks of a step: the task list shuffled anew for every pass over it, from the seed alone."""
+        count = self.config.train.tasks_per_step
+        chosen = []
+        for position in range(step * count, (step + 1) * count):
+            epoch, offset = divmod(position, len(self.tasks))
+            generator = torch.Generator().manual_seed(self.config.train.seed * 1_000_003 + epoch)
+            chosen.append(self.tasks[int(torch.randperm(len(self.tasks), generator=generator)[offset])])
+        return chosen
+
+    def _step_optimizers(self, metrics: StepMetrics) -> None:
+        """Clip, check, step, update beta; or skip the step."""
+        clip = self.config.optim.clip
+        metrics.student_grad_norm = float(nn.utils.clip_grad_norm_(self.theta, clip))
+        metrics.composer_grad_norm = float(nn.utils.clip_grad_norm_(self.phi, clip))
+        norms = metrics.student_grad_norm + metrics.composer_grad_norm
+        if not math.isfinite(metrics.loss) or not math.isfinite(norms):
+            self._skip(metrics, f"loss {metrics.loss:.4g}, gradient norm {norms:.4g}")
+            return
+        if self.step == 0 and metrics.student_grad_norm == 0.0:
+            self.say(
+                "warning: the first step's student gradient is exactly 0; does the teacher see anything more?"
+            )
+        if metrics.teacher_mass < LOW_TEACHER_MASS:
+            self.say(
+                f"warning: the top-{self.config.loss.k} hold only {metrics.teacher_mass:.2f} of the teacher's mass."
+            )
+        factor = schedule_factor(self.config.optim, self.step, self.config.train.steps)
+        if not self.warming_up:
+            optimizer_step(self.theta_optimizer, factor)
+        if not self.config.objective.freeze_composer:
+            optimizer_step(self.phi_optimizer, factor)
+        objective = self.config.objective
+        self.beta = dual_update(self.beta, metrics.delta, objective.margin, objective.dual_lr)
+        self._finish()
+
+    def _skip(self, metrics: StepMetrics, reason: str) -> StepMetrics:
+        self.skipped += 1
+        metrics.skipped = True
+        self.say(
+            f"step {self.step + 1} skipped ({reason}); {self.skipped} skipped so far, nothing was changed."
+        )
+        self._finish()
+        return metrics
+
+    def _finish(self) -> None:
+        self.theta_optimizer.zero_grad(set_to_none=True)
+        self.phi_optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def _metrics(self, rollouts: Sequence[Rollout], tokens: int, divergence: str) -> StepMetrics:
+        count = max(1, len(rollouts))
+        nan = math.nan
+        return StepMetrics(
+            step=self.step + 1,
+            loss=nan,
+            kl=nan,
+            delta=nan,
+            beta=self.beta,
+            reward=sum(rollout.reward for rollout in rollouts) / count,
+            anchor=nan,
+            student_mass=nan,
+            teacher_mass=nan,
+            entropy=nan,
+            student_grad_norm=nan,
+            composer_grad_norm=nan,
+            tokens=tokens,
+            response_tokens=sum(len(rollout.response_ids) for rollout in rollouts) / count,
+            divergence=divergence,
+            seconds=0.0,
+        )
+
+    @staticmethod
+    def _add(totals: _Totals, result: TopKTailKL, batch: StepBatch, loss: Tensor) -> None:
+        assert result.privilege is not None and result.student_logprob is not None
+        totals.loss += loss.detach()
+        totals.kl += result.kl.sum()
+        totals.delta += (batch.advantages * result.privilege).sum()
+        totals.student_mass += result.student_mass.sum()
+        totals.teacher_mass += result.teacher_mass.sum()
+        totals.surprise -= result.student_logprob.sum()
+
+    @staticmethod
+    def _read(totals: _Totals, metrics: StepMetrics, tokens: int) -> None:
+        """The one copy of a step's numbers to the host."""
+        sums = (
+            torch.stack([totals.kl, totals.delta, totals.student_mass, totals.teacher_mass, totals.surprise])
+            / tokens
+        )
+        values = torch.cat([torch.stack([totals.loss, totals.anchor]), sums]).tolist()
+        metrics.loss, metrics.anchor, metrics.kl, metrics.delta = values[:4]
+        metrics.student_mass, metrics.teacher_mass, metrics.entropy = values[4:]
