@@ -7,7 +7,10 @@ import typer
 from lopd_fast.commands.bank import app as bank
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Latent On-Policy Self-Distillation."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Latent On-Policy Self-Distillation.",
 )
 app.add_typer(bank, name="bank")
 

@@ -41,7 +41,6 @@ class Composer(nn.Module):
             ff_mult=config.ff_mult,
             share_layers=config.share_layers,
         ).to(backbone.device)
-        self._match_embedding_scale(backbone)
         self._anchor: QFormer | None = None
         self._anchor_cache: dict[tuple[str, str, str], Tensor] = {}
 
@@ -55,6 +54,30 @@ class Composer(nn.Module):
         return _per_request(
             requests, dict(zip(distinct, latents, strict=True)), latents.new_zeros(0, latents.shape[-1])
         )
+
+    @torch.no_grad()
+    def calibrate(self, requests: Sequence[Request]) -> None:
+        """Start where latents already differ between experiences: pass memories through, less what they all share.
+
+        A fresh QFormer gives every memory nearly the same latents, and learning to tell memories apart is most of a
+        cold start. Here values, output and projections begin as the identity, feed-forwards as zero, and the mean
+        latent over `requests` is subtracted ahead of the last LayerNorm, which brings what is left to unit size.
+        """
+        eye = torch.eye(self.qformer.dim, device=self.backbone.device)
+        for projection in (self.qformer.proj_in, self.qformer.proj_out):
+            projection.weight.copy_(eye)
+            projection.bias.zero_()
+        for attention, feed_forward in self.qformer.distinct_layers():
+            attention.to_kv.weight[-attention.to_out.weight.shape[1] :].copy_(eye)
+            attention.to_out.weight.copy_(eye)
+            feed_forward[-1].weight.zero_()
+        shared: list[Tensor] = []
+        hook = self.qformer.proj_out.register_forward_hook(
+            lambda module, inputs, output: shared.append(output)
+        )
+        self._compress(list(dict.fromkeys(_pairs(requests))), "encoder", self.qformer)
+        hook.remove()
+        self.qformer.proj_out.bias.copy_(-shared[0].mean((0, 1)))
 
     def freeze_anchor(self) -> None:
         """Take the present composer as phi_0, the anchor."""
@@ -136,12 +159,6 @@ class Composer(nn.Module):
         head = self.tokenizer(MEMORY_HEAD.format(task=task), add_special_tokens=False).input_ids
         body = self.tokenizer(trace, add_special_tokens=False).input_ids
         return (head + body)[: self.config.max_memory_tokens]  # pyright: ignore
-
-    @torch.no_grad()
-    def _match_embedding_scale(self, backbone: Backbone) -> None:
-        """Start the latents at the size of word embeddings, the only inputs that the frozen backbone has met."""
-        weight = backbone.model.get_input_embeddings().weight
-        self.qformer.norm_out.weight.fill_(weight.float().pow(2).mean().sqrt())  # pyright: ignore
 
 
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str, str]]:

@@ -73,6 +73,7 @@ class RetrievalConfig:
     document_prompt: str = ""
     neighbours: int = Field(default=3, ge=1)
     allow_self: bool = False
+    within_group: bool = False  # a task sees its own group's experiences alone, as tenants must
     grow: bool = True  # successes of the rollouts join the bank
     shuffle: bool = False  # ablation: experiences of a random entry in place of the nearest
 
@@ -111,6 +112,16 @@ class OptimConfig:
     clip: float = Field(default=1.0, gt=0)
     schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+
+
+@checked(config=_strict)
+class ExploreConfig:
+    """Successes of the base itself, with earlier successes shown as chat turns, before cold start."""
+
+    seeds: int = Field(default=0, ge=0)  # demonstrations by the environment itself, the first experiences
+    tasks: int = Field(default=64, ge=0)  # attempts
+    rounds: int = Field(default=2, ge=1)  # later rounds are shown the successes of earlier ones
+    shots: int = Field(default=3, ge=0)
 
 
 @checked(config=_strict)
@@ -173,6 +184,7 @@ class Config:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    explore: ExploreConfig = field(default_factory=ExploreConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)

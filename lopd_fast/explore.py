@@ -4,7 +4,7 @@ The frozen base rarely solves a task unaided. Shown what worked before on the mo
 more often; what it then gets right is kept with the plain prompt, as if it had been solved without the examples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -113,17 +113,10 @@ def _turns(rollout: Rollout) -> list[Message]:
     return turns
 
 
-def replay(
-    environment: Environment, task: Task, actions: Sequence[str], encode: Callable[[str], list[int]]
-) -> Rollout:
-    """A rollout of given actions, for seed demonstrations; `encode` gives an action's ids with its end token.
-
-    Single-turn tasks only: a multi-turn demonstration would have to be rendered with its observations.
-    """
+def replay(environment: Environment, task: Task, action: str, ids: list[int]) -> Rollout:
+    """The rollout of a given action with its ids, end token included: a seed demonstration of a single-turn task."""
     episode = environment.start(task)
     messages = [dict(message) for message in episode.messages]
-    (action,) = actions
     result = episode.step(action)
-    ids = encode(action)
     steps = [{"action": action, "observation": result.observation}]
     return Rollout(task, messages, ids, [True] * len(ids), result.reward, steps)

@@ -16,7 +16,13 @@ def retrieve(
     seed: int = 0,
     groups: Sequence[set[str]] | None = None,
 ) -> list[list[Experience]]:
-    """J experiences for every task (fewer from a small bank); `groups` restricts task b to the labels `groups[b]`."""
+    """J experiences for every task (fewer from a small bank).
+
+    `groups` restricts task b to experiences of the labels `groups[b]`; without it, `config.within_group` restricts
+    every task to its own group.
+    """
+    if groups is None and config.within_group:
+        groups = [{task.group} for task in tasks]
     if config.shuffle:
         rng = random.Random(seed)
         return [rng.sample(bank.experiences, min(config.neighbours, len(bank))) for _ in tasks]

@@ -24,9 +24,9 @@ from lopd_fast.checkpoint import (
 )
 from lopd_fast.cold_start import ColdStart, ColdStartMetrics
 from lopd_fast.config import Config, save_config, to_dict
-from lopd_fast.envs.base import Task
+from lopd_fast.envs.base import Demonstrator, Task
 from lopd_fast.errors import UserError
-from lopd_fast.explore import explore, keep
+from lopd_fast.explore import explore, keep, replay
 from lopd_fast.interrupt import StopRequest
 from lopd_fast.metrics import MetricsLog, read_metrics
 from lopd_fast.plots import plot_curves
@@ -77,19 +77,29 @@ class Run:
 
     # --- explore ----------------------------------------------------------------------------------------------
 
-    def seed(self, demonstrations: Sequence[Rollout]) -> None:
-        """Put given demonstrations into bank and pool, marked as seeds."""
-        wrong = [rollout for rollout in demonstrations if rollout.reward < 1.0]
+    def seed(self, tasks: Sequence[Task]) -> None:
+        """Put the environment's own solutions of `tasks` into bank and pool, marked as seeds."""
+        environment, tokenizer = self.parts.environment, self.parts.renderer.tokenizer
+        if not isinstance(environment, Demonstrator):
+            raise UserError(
+                f"explore.seeds={len(tasks)}, but the environment {environment.name} has no solutions to show."
+            )
+        end = min(self.parts.renderer.end_ids)
+        rollouts = []
+        for task in tasks:
+            action = environment.solution(task)
+            ids = [*tokenizer(action, add_special_tokens=False).input_ids, end]
+            rollouts.append(replay(environment, task, action, ids))
+        wrong = [rollout for rollout in rollouts if rollout.reward < 1.0]
         if wrong:
             raise UserError(
-                f"The seed demonstration of task {wrong[0].task.id} has reward {wrong[0].reward}, not 1."
+                f"The environment's solution of task {wrong[0].task.id} has reward {wrong[0].reward}, not 1."
             )
-        keep(demonstrations, self.parts.bank, self.pool, "seed")
+        keep(rollouts, self.parts.bank, self.pool, "seed")
 
-    def explore(
-        self, tasks: Sequence[Task], *, rounds: int, shots: int, progress: Progress | None = None
-    ) -> int:
-        """Attempt `tasks` in `rounds` parts, later ones seeing earlier successes; returns the number of successes."""
+    def explore(self, tasks: Sequence[Task], progress: Progress | None = None) -> int:
+        """Attempt `tasks` in rounds, later ones seeing earlier successes; returns the number of successes."""
+        rounds = self.config.explore.rounds
         sampling, seed = Sampling.of(self.config.rollout), self.config.train.seed
         found = 0
         with self.parts.backbone.role("teacher"):
@@ -101,7 +111,7 @@ class Run:
                     tasks[number::rounds],
                     self.parts.bank,
                     self.pool,
-                    shots=shots,
+                    shots=self.config.explore.shots,
                     sampling=sampling,
                     seed=seed * 1_000_003 + number,
                     progress=progress,
@@ -145,12 +155,10 @@ class Run:
                 log.write(dataclasses.asdict(metrics))
                 if hook is not None:
                     hook(metrics)
+                due = stage.step % self.config.train.checkpoint_every == 0
+                if due or stop.requested or stage.step == self.config.cold_start.steps:
+                    self._save_cold_start(stage)
                 if stop.requested and stage.step < self.config.cold_start.steps:
-                    tensors = {
-                        "composer": self.parts.composer.state(),
-                        "optimizer": optimizer_tensors(stage.optimizer),
-                    }
-                    self._save("cold_start", stage.step, stage.step, tensors, {})
                     raise Stopped
         self.parts.composer.freeze_anchor()
         return stage
@@ -165,8 +173,6 @@ class Run:
             self.parts.composer.load(checkpoint.tensors["composer"])
             self.parts.student.load(checkpoint.tensors["student"])
             trainer.load(checkpoint.tensors, checkpoint.state["trainer"])
-        else:
-            self._save_trainer(trainer)  # what cold start learned is not lost to a stop in the first steps
         train = self.config.train
         with MetricsLog(self.out, resume_step=trainer.step or None) as log, StopRequest() as stop:
             while trainer.step < train.steps:
@@ -203,6 +209,10 @@ class Run:
         self.parts.bank = bank
         keep(rollouts, bank, self.pool)
         return checkpoint.state["stage"]
+
+    def _save_cold_start(self, stage: ColdStart) -> None:
+        tensors = {"composer": self.parts.composer.state(), "optimizer": optimizer_tensors(stage.optimizer)}
+        self._save("cold_start", stage.step, stage.step, tensors, {})
 
     def _save_trainer(self, trainer: Trainer) -> None:
         tensors = {

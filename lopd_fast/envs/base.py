@@ -7,7 +7,7 @@ known to the rollout engine alone, because it sampled them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -33,7 +33,10 @@ class StepResult(NamedTuple):
 class Episode(Protocol):
     """One attempt at one task."""
 
-    messages: Sequence[Message]  # the conversation before the first action
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation before the first action."""
+        ...
 
     def step(self, action: str) -> StepResult:
         """Take one action text; never raises for what a model wrote: a bad action is an observation or reward 0."""
@@ -52,4 +55,13 @@ class Environment(Protocol):
 
     def start(self, task: Task) -> Episode:
         """Open an episode of `task`."""
+        ...
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """An environment that can show how a task is solved, for seed demonstrations. Single-turn tasks."""
+
+    def solution(self, task: Task) -> str:
+        """An action that solves `task`."""
         ...

@@ -1,8 +1,8 @@
 """The demo's environment: an agent answers questions about staff databases with one SQL query, which is run.
 
-Every company's database has the same tables with the same columns. One is live; the others were left behind by old
-systems and hold outdated values. Which one is live is the company's house convention: nothing in the question or the
-schema tells, past successes at the same company do, and those at a company with another convention mislead.
+Every company's database has the same two tables with the same columns. One is live; the other was left behind by an
+old system and holds outdated values. Which one is live is the company's house convention: nothing in the question or
+the schema tells, past successes at the same company do, and those at a company with the other convention mislead.
 """
 
 import random
@@ -14,10 +14,14 @@ from lopd_fast.envs.base import Message, StepResult, Task
 from lopd_fast.errors import UserError
 from lopd_fast.sql_sandbox import SqlSandbox
 
-TABLES = ("staff", "people", "members", "workers")
+TABLES = ("employees", "people")
 FIELDS = ("email", "phone", "city", "team")
 SYSTEM = "You answer with one SQLite query."
 PROMPT = "{company}\nTables: {tables}. Columns: {columns}.\n{question}"
+EXAMPLE = (  # what an answer looks like; its tables and question are of another kind
+    "Pet Shop\nTables: pets, animals. Columns: name, age, owner.\nWhat is the owner of Rex?",
+    "SELECT owner FROM animals WHERE name = 'Rex';",
+)
 QUESTIONS = (
     "What is the {field} of {name}?",
     "Give me the {field} of {name}.",
@@ -28,11 +32,11 @@ QUESTIONS = (
 # Splits share no person and no value.
 _FIRST = {
     "train": "Ada Ben Cleo Dan Eva Finn Gina Hugo Ida Jack Kim Liam Mia Noah Olga Paul Rosa Sam Tina Vera".split(),
-    "heldout": "Amy Bill Cora Dean Ella Fred Greta Hank Iris Jude Kate Leo Maya Nick Opal Pete Ruth Seth Tess Will".split(),
+    "heldout": "Amy Bill Cora Dean Ella Fred Greta Hank Iris Jude Kate Leo Maya Nick Opal Pete Ruth Seth Will".split(),
 }
 _LAST = {
     "train": "Adams Baker Clark Davis Evans Ford Green Hill Irwin Jones King Lewis Moore Nash Owens Price".split(),
-    "heldout": "Allen Brown Cooper Dixon Ellis Fox Grant Hayes Ingram James Knight Lane Mason Norris Palmer Reed".split(),
+    "heldout": "Allen Brown Cooper Dixon Ellis Fox Grant Hayes Ingram James Knight Lane Mason Norris Reed".split(),
 }
 _CITY = {
     "train": "Paris Rome Oslo Madrid Vienna Dublin Lisbon Prague".split(),
@@ -99,6 +103,15 @@ class StaffDatabase:
         """Open the one-turn episode of `task`."""
         return StaffEpisode(task, self.sandbox)
 
+    @property
+    def conventions(self) -> dict[str, str]:
+        """The live table of every company."""
+        return {company.name: company.live for company in self.companies}
+
+    def solution(self, task: Task) -> str:
+        """The query that returns the live answer."""
+        return task.data["solution"]
+
     def close(self) -> None:
         """End the SQL worker."""
         self.sandbox.close()
@@ -117,9 +130,6 @@ class StaffDatabase:
             )
         ]
         live = [_person(rng, split, name, company) for name in names]
-        old = [
-            _person(rng, split, name, company, avoid=person) for name, person in zip(names, live, strict=True)
-        ]
         asked, field = rng.choice(live), rng.choice(FIELDS)
         question = rng.choice(QUESTIONS).format(field=field, name=asked["name"])
         tables = list(TABLES)
@@ -127,7 +137,10 @@ class StaffDatabase:
         rows = {
             table: live
             if table == company.live
-            else [_person(rng, split, name, company, avoid=person) for name, person in zip(names, live, strict=True)]
+            else [
+                _person(rng, split, name, company, avoid=person)
+                for name, person in zip(names, live, strict=True)
+            ]
             for table in tables
         }
         data: dict[str, Any] = {
@@ -143,7 +156,7 @@ class StaffDatabase:
             ),
             "solution": f"SELECT {field} FROM {company.live} WHERE name = '{asked['name']}';",
         }
-        return Task(id, f"{company.name} directory. {company.name}: {question}", company.name, data)
+        return Task(id, question, company.name, data)
 
 
 class StaffEpisode:
@@ -154,6 +167,8 @@ class StaffEpisode:
         self.sandbox = sandbox
         self.messages: Sequence[Message] = [
             {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": EXAMPLE[0]},
+            {"role": "assistant", "content": EXAMPLE[1]},
             {"role": "user", "content": task.data["prompt"]},
         ]
 
@@ -162,7 +177,8 @@ class StaffEpisode:
         result = self.sandbox.query(self.task.id, self.task.data["script"], action.strip())
         if result.error is not None:
             return StepResult(f"error: {result.error}", 0.0, True)
-        observation = "; ".join(", ".join(str(value) for value in row) for row in result.rows) or "no rows"
+        values = "; ".join(", ".join(str(value) for value in row) for row in result.rows) or "no rows"
+        observation = f"{self.task.group} database, {self.task.group} records: {values}"
         right = list(result.rows) == [(self.task.data["answer"],)]
         return StepResult(observation, float(right), True)
 

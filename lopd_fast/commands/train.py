@@ -1,0 +1,55 @@
+"""`lopd-fast train`: a run from a configuration file."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lopd_fast.commands import user_errors
+
+
+@user_errors()
+def run(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example optim.lr=1e-5")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a YAML file of sections; what it leaves out is the paper's")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the run's last checkpoint")] = False,
+) -> None:
+    """Train a student with LOPD: explore, cold start, distil, evaluate."""
+    from lopd_fast.build import build
+    from lopd_fast.config import load_config
+    from lopd_fast.console import Stages
+    from lopd_fast.pipeline import Pipeline
+    from lopd_fast.runs import Stopped
+
+    settings = load_config(config, overrides or [])
+    stages = Stages()
+    pipeline = Pipeline(build(settings), stages)
+    try:
+        if not pipeline.open(resume):
+            pipeline.evaluate_student("before")
+            pipeline.explore()
+        pipeline.learn()
+        pipeline.evaluate_student("after")
+    except Stopped:
+        stages.say(
+            f"Stopped and saved. Go on with the same command and --resume (run folder: {settings.train.out})."
+        )
+        raise typer.Exit(130) from None
+    student = pipeline.finish("LOPD")
+    before, after = pipeline.rate("student_before_greedy"), pipeline.rate("student_after_greedy")
+    stages.say(
+        f"Held-out pass rate, greedy: {before:.2f} before, {after:.2f} after. The student is in {student}."
+    )
+    summary = {
+        "pass_rate_before": before,
+        "pass_rate_after": after,
+        "seconds": pipeline.results.values["seconds"],
+    }
+    (Path(settings.train.out) / "summary.json").write_text(
+        json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+    )
