@@ -79,7 +79,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["lopd_fast", "lopd_fast.*"]),
     package_dir={"lopd_fast.kernels": "kernels"},
-    package_data={"lopd_fast": ["py.typed"]},
+    package_data={"lopd_fast": ["py.typed", "demo/demo.yaml"]},
     install_requires=BASE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["lopd-fast = lopd_fast.cli:main"]},

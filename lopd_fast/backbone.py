@@ -5,6 +5,7 @@ backward recomputes each segment in the role of its forward.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -54,7 +55,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
     )
-    return model.to(device).requires_grad_(False).eval()
+    model.to(device=device)
+    return model.requires_grad_(False).eval()
 
 
 def pick_device(name: str) -> torch.device:
@@ -74,10 +76,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     for dtype in (torch.bfloat16, torch.float32):
         left = torch.randn(256, 1024).to(dtype)
         right = torch.randn(1024, 1024).to(dtype)
-        left @ right
+        torch.mm(left, right)  # the first product pays for set-up
         started = time.perf_counter()
         for _ in range(3):
-            left @ right
+            torch.mm(left, right)
         seconds[dtype] = time.perf_counter() - started
     return min(seconds, key=lambda dtype: seconds[dtype])
 
@@ -114,7 +116,11 @@ class Backbone(nn.Module):
                 f"{type(self.model).__name__} has none of the projections {', '.join(PROJECTIONS)} a LoRA goes on."
             )
         config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none")
-        inject_adapter_in_model(config, self.model, adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Already found a `peft_config`"
+            )  # several adapters are meant
+            inject_adapter_in_model(config, self.model, adapter_name=name)
         self._lora_layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         parameters = [parameter for _, parameter in self.adapter_parameters(name)]
         for parameter in parameters:
@@ -192,7 +198,7 @@ class Backbone(nn.Module):
     @property
     def hidden_size(self) -> int:
         """H."""
-        return self.model.get_input_embeddings().weight.shape[1]  # pyright: ignore[reportReturnType]
+        return embedding_table(self.model).shape[1]
 
     def merged_state(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """(name, weight) of the plain model with adapter `name` added into its projections, one at a time."""
@@ -202,7 +208,7 @@ class Backbone(nn.Module):
                 continue
             path, _, leaf = key.rpartition(".base_layer.")
             if path in lora and leaf == "weight":
-                delta: Tensor = lora[path].get_delta_weight(name)  # pyright: ignore[reportCallIssue]
+                delta = lora[path].get_delta_weight(name)  # pyright: ignore[reportAttributeAccessIssue]
                 yield f"{path}.weight", (value.float() + delta.float()).to(value.dtype)
             elif path in lora:
                 yield f"{path}.{leaf}", value
@@ -233,6 +239,13 @@ class Backbone(nn.Module):
                 module.training = (
                     True  # transformers checkpoints in training mode only; a frozen backbone has no dropout
                 )
+
+
+def embedding_table(model: PreTrainedModel) -> Tensor:
+    """The input embeddings (V, H) of a causal language model."""
+    table = model.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    return table
 
 
 def head_of(model: PreTrainedModel) -> Head:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lopd_fast.backbone import Backbone, load_model, load_tokenizer
+from lopd_fast.backbone import Backbone, embedding_table, load_model, load_tokenizer
 from lopd_fast.bank import ExperienceBank
 from lopd_fast.composer import Composer
 from lopd_fast.config import Config, EnvironmentConfig, RetrievalConfig
@@ -45,10 +45,11 @@ def build(config: Config) -> Parts:
     renderer = Renderer(tokenizer)
     bank = build_bank(config.retrieval, config.model.trust_remote_code)
     model = load_model(config.model)
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportArgumentType]
+    known, embedded = len(tokenizer), embedding_table(model).shape[0]  # pyright: ignore[reportArgumentType]
+    if known > embedded:
         raise UserError(
-            f"The tokenizer knows {len(tokenizer)} tokens but the model at {config.model.path} has embeddings for "
-            f"{model.get_input_embeddings().weight.shape[0]}; they are not a pair."
+            f"The tokenizer knows {known} tokens but the model at {config.model.path} has embeddings for {embedded}; "
+            "they are not a pair."
         )
     torch.manual_seed(config.train.seed)
     backbone = Backbone(model, config.model.gradient_checkpointing)

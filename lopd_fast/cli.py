@@ -4,6 +4,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from lopd_fast.commands import ablate, demo, train
 from lopd_fast.commands.bank import app as bank
 
 app = typer.Typer(
@@ -21,15 +22,10 @@ def version() -> None:
     typer.echo(installed_version("lopd-fast"))
 
 
-def _register() -> None:
-    """Commands that need torch and transformers are imported when the script runs, not when the package does."""
-    from lopd_fast.commands import ablate, demo, train
-
-    for module in (demo, train, ablate):
-        app.command(name=module.__name__.rsplit(".", 1)[-1])(module.run)
+for command in (demo, train, ablate):
+    app.command(name=command.__name__.rsplit(".", 1)[-1])(command.run)
 
 
 def main() -> None:
     """Entry point."""
-    _register()
     app()

@@ -55,30 +55,6 @@ class Composer(nn.Module):
             requests, dict(zip(distinct, latents, strict=True)), latents.new_zeros(0, latents.shape[-1])
         )
 
-    @torch.no_grad()
-    def calibrate(self, requests: Sequence[Request]) -> None:
-        """Start where latents already differ between experiences: pass memories through, less what they all share.
-
-        A fresh QFormer gives every memory nearly the same latents, and learning to tell memories apart is most of a
-        cold start. Here values, output and projections begin as the identity, feed-forwards as zero, and the mean
-        latent over `requests` is subtracted ahead of the last LayerNorm, which brings what is left to unit size.
-        """
-        eye = torch.eye(self.qformer.dim, device=self.backbone.device)
-        for projection in (self.qformer.proj_in, self.qformer.proj_out):
-            projection.weight.copy_(eye)
-            projection.bias.zero_()
-        for attention, feed_forward in self.qformer.distinct_layers():
-            attention.to_kv.weight[-attention.to_out.weight.shape[1] :].copy_(eye)
-            attention.to_out.weight.copy_(eye)
-            feed_forward[-1].weight.zero_()
-        shared: list[Tensor] = []
-        hook = self.qformer.proj_out.register_forward_hook(
-            lambda module, inputs, output: shared.append(output)
-        )
-        self._compress(list(dict.fromkeys(_pairs(requests))), "encoder", self.qformer)
-        hook.remove()
-        self.qformer.proj_out.bias.copy_(-shared[0].mean((0, 1)))
-
     def freeze_anchor(self) -> None:
         """Take the present composer as phi_0, the anchor."""
         if self._anchor is None:

@@ -26,7 +26,7 @@ class LoraConfig:
     """A low-rank adapter on the seven projections of every block."""
 
     rank: int = Field(default=8, ge=1)
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: int = Field(default=16, ge=1)
 
 
 @checked(config=_strict)

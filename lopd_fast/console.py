@@ -13,6 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from transformers.utils import logging as transformers_logging
 
 LINE_EVERY = 15.0  # seconds between progress lines where there is no terminal
 
@@ -44,7 +45,8 @@ class Stages:
     """Prints each stage's name, its progress and how long it took."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(soft_wrap=True)
+        transformers_logging.disable_progress_bar()  # the stages have bars of their own
         self._bar: Progress | None = None
 
     @contextmanager

@@ -5,13 +5,15 @@ more often; what it then gets right is kept with the plain prompt, as if it had 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from lopd_fast.bank import Experience, ExperienceBank, linearise
 from lopd_fast.batch import Rollout
+from lopd_fast.config import RetrievalConfig
 from lopd_fast.envs.base import Environment, Episode, Message, StepResult, Task
+from lopd_fast.retrieval import retrieve
 from lopd_fast.rollout.hf import HFRollout, Progress
 from lopd_fast.rollout.sampling import Sampling
 
@@ -68,6 +70,7 @@ def explore(
     bank: ExperienceBank,
     pool: dict[str, Rollout],
     *,
+    retrieval: RetrievalConfig,
     shots: int,
     sampling: Sampling,
     seed: int,
@@ -79,9 +82,9 @@ def explore(
     """
     examples: dict[str, list[Message]] = {}
     if len(bank) and shots:
-        found = bank.search([task.text for task in tasks], shots, allow_self=False)
-        for task, hits in zip(tasks, found, strict=True):
-            shown = [pool[hit.experience.id] for hit in reversed(hits) if hit.experience.id in pool]
+        found = retrieve(bank, tasks, replace(retrieval, neighbours=shots, shuffle=False))
+        for task, experiences in zip(tasks, found, strict=True):
+            shown = [pool[item.id] for item in reversed(experiences) if item.id in pool]
             examples[task.id] = [turn for rollout in shown for turn in _turns(rollout)]
     rollouts = engine.rollouts(
         model, _Shown(environment, examples), tasks, sampling, seed=seed, progress=progress

@@ -78,9 +78,8 @@ class Renderer:
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], generate=False
         )
         tail = self._ids(closing[closing.rindex("y") + 1 :])
-        ends = {self.tokenizer.eos_token_id}
-        ends.update(token for token in tail[:1] if token in self.tokenizer.all_special_ids)
-        return {end for end in ends if isinstance(end, int)}
+        marker = [token for token in tail[:1] if token in self.tokenizer.all_special_ids]
+        return {end for end in (self.tokenizer.eos_token_id, *marker) if isinstance(end, int)}
 
     def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]

@@ -111,6 +111,7 @@ class Run:
                     tasks[number::rounds],
                     self.parts.bank,
                     self.pool,
+                    retrieval=self.config.retrieval,
                     shots=self.config.explore.shots,
                     sampling=sampling,
                     seed=seed * 1_000_003 + number,

@@ -6,6 +6,7 @@ the schema tells, past successes at the same company do, and those at a company 
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,13 @@ from lopd_fast.envs.base import Message, StepResult, Task
 from lopd_fast.errors import UserError
 from lopd_fast.sql_sandbox import SqlSandbox
 
-TABLES = ("employees", "people")
+TABLES = ("crew", "roster")
 FIELDS = ("email", "phone", "city", "team")
 SYSTEM = "You answer with one SQLite query."
-PROMPT = "{company}\nTables: {tables}. Columns: {columns}.\n{question}"
-EXAMPLE = (  # what an answer looks like; its tables and question are of another kind
-    "Pet Shop\nTables: pets, animals. Columns: name, age, owner.\nWhat is the owner of Rex?",
-    "SELECT owner FROM animals WHERE name = 'Rex';",
+PROMPT = "{company}\n{question}"
+EXAMPLE = (  # what an answer looks like; its question is of another kind
+    "Pet Shop\nWhat is the owner of Rex?",
+    "SELECT owner FROM pets WHERE name = 'Rex';",
 )
 QUESTIONS = (
     "What is the {field} of {name}?",
@@ -57,21 +58,7 @@ class Company:
     live: str
 
 
-COMPANIES = tuple(
-    Company(name, TABLES[number % len(TABLES)])
-    for number, name in enumerate(
-        (
-            "Mercy Hospital",
-            "Harbor Airlines",
-            "Maple Bank",
-            "Summit School",
-            "Corner Bakery",
-            "Union Railway",
-            "City Museum",
-            "Ocean Hotel",
-        )
-    )
-)
+COMPANIES = tuple(Company(f"Client {number}", TABLES[number % len(TABLES)]) for number in (8, 3, 6, 5))
 
 
 class StaffDatabase:
@@ -148,12 +135,7 @@ class StaffDatabase:
             "answer": asked[field],
             "field": field,
             "person": asked["name"],
-            "prompt": PROMPT.format(
-                company=company.name,
-                tables=", ".join(tables),
-                columns=", ".join(("name", *FIELDS)),
-                question=question,
-            ),
+            "prompt": PROMPT.format(company=company.name, question=question),
             "solution": f"SELECT {field} FROM {company.live} WHERE name = '{asked['name']}';",
         }
         return Task(id, question, company.name, data)
@@ -178,7 +160,9 @@ class StaffEpisode:
         if result.error is not None:
             return StepResult(f"error: {result.error}", 0.0, True)
         values = "; ".join(", ".join(str(value) for value in row) for row in result.rows) or "no rows"
-        observation = f"{self.task.group} database, {self.task.group} records: {values}"
+        source = re.search(r"\bFROM\s+(\w+)", action, re.IGNORECASE)
+        table = source.group(1) if source else "no table"
+        observation = f"{table} table, {table} rows: {values}"
         right = list(result.rows) == [(self.task.data["answer"],)]
         return StepResult(observation, float(right), True)
 
@@ -196,7 +180,7 @@ def _person(
         phone = f"{_AREA[split]}-{rng.randint(1000, 9999)}"
     return {
         "name": name,
-        "email": f"{handle}@{company.name.split()[-1].lower()}.example",
+        "email": f"{handle}@{company.name.replace(' ', '').lower()}.example",
         "phone": phone,
         "city": rng.choice(cities),
         "team": rng.choice(teams),

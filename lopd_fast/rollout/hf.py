@@ -140,9 +140,9 @@ class HFRollout:
             max_new_tokens=budget,
             pad_token_id=self.renderer.pad_id,
             eos_token_id=sorted(self._end_ids),
-            top_k=0,
-            top_p=1.0,
-            temperature=1.0,
+            top_k=None,  # sampling is shaped by our own processor alone
+            top_p=None,
+            temperature=None,
         )
         processors = LogitsProcessorList([NucleusOfTopK(sampling)] if sampling.temperature > 0 else [])
         if slots:
