@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SETTINGS = Path(__file__).with_name("demo.yaml")
 SAMPLES = 5
 
 
-def demo(out: Path, *, seed: int, resume: bool) -> None:
+def demo(out: Path, *, seed: int, resume: bool, overrides: Sequence[str] = ()) -> None:
     """Run the demo into `out`; the last line printed is the next command to try."""
     started = time.perf_counter()
     stages = Stages()
@@ -30,7 +31,8 @@ def demo(out: Path, *, seed: int, resume: bool) -> None:
     with stages.stage("prepare the model", 1) as stage:
         model = smollm_folder()
         stage.advance()
-    settings = load_config(SETTINGS, [f"model.path={model}", f"train.out={out}", f"train.seed={seed}"])
+    words = [f"model.path={model}", f"train.out={out}", f"train.seed={seed}", *overrides]
+    settings = load_config(SETTINGS, words)
     pipeline = Pipeline(build(settings), stages)
     try:
         if not pipeline.open(resume):
