@@ -1,8 +1,10 @@
-"""The demo's environment: an agent answers questions about staff databases with one SQL query, which is run.
+"""The demo's environment: an agent answers questions about clients' staff databases with one SQL query, which is run.
 
-Every company's database has the same two tables with the same columns. One is live; the other was left behind by an
-old system and holds outdated values. Which one is live is the company's house convention: nothing in the question or
-the schema tells, past successes at the same company do, and those at a company with the other convention mislead.
+Every client's database holds two tables of the same columns. One is live; the other was left behind by an old system
+and holds outdated values. Which one is live, and what it is called, is the client's house convention: neither the
+question nor the prompt tells. Past successes for the same client do, and those for a client with the other convention
+mislead. A question is asked of the retriever without the client's name; the prompt has it, as a number that means
+nothing to a model which was not taught.
 """
 
 import random
@@ -52,7 +54,7 @@ _AREA = {"train": "555", "heldout": "777"}
 
 @dataclass(frozen=True)
 class Company:
-    """A company and its house convention: the table that is live."""
+    """A client company and its house convention: the table that is live."""
 
     name: str
     live: str
