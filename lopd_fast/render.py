@@ -57,13 +57,11 @@ class Renderer:
     def observation(self, content: str) -> list[int]:
         """Ids that follow a finished action: the observation as the next user turn, and the next assistant header.
 
-        They are cut out of a rendered conversation, so the sampled ids before them are never rendered again.
+        They are cut out of a rendered conversation, so the sampled ids before them are never rendered again; the
+        action's own end is among those and not in here.
         """
-        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        shorter = self._text(conversation, generate=False).rstrip()
-        longer = self._text([*conversation, {"role": "user", "content": content}])
-        assert longer.startswith(shorter)
-        return self._ids(longer[len(shorter) :])
+        ids = self._after_action({"role": "user", "content": content})
+        return ids[1:] if ids[0] == self.turn_end else ids
 
     @property
     def pad_id(self) -> int:
@@ -72,14 +70,26 @@ class Renderer:
         return pad if pad is not None else self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
 
     @property
+    def turn_end(self) -> int:
+        """The id that ends an action: the end-of-turn marker of the chat template, else the tokenizer's end."""
+        marker = self._after_action()[:1]
+        special = self.tokenizer.all_special_ids
+        return marker[0] if marker and marker[0] in special else self.tokenizer.eos_token_id  # pyright: ignore
+
+    @property
     def end_ids(self) -> set[int]:
-        """Ids that end an action: the tokenizer's end, and the end-of-turn marker of the chat template."""
-        closing = self._text(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], generate=False
-        )
-        tail = self._ids(closing[closing.rindex("y") + 1 :])
-        marker = [token for token in tail[:1] if token in self.tokenizer.all_special_ids]
-        return {end for end in (self.tokenizer.eos_token_id, *marker) if isinstance(end, int)}
+        """Ids at which sampling stops: the end of a turn and the tokenizer's end."""
+        ends = (self.turn_end, self.tokenizer.eos_token_id)
+        return {end for end in ends if isinstance(end, int)}
+
+    def _after_action(self, *turns: Message) -> list[int]:
+        """What the template puts behind an action, given the turns that follow it.
+
+        An action is not rendered alike as the last turn and before another (Qwen3 shows the thinking of the last one),
+        so this is cut behind the action's text, not by comparing two renderings.
+        """
+        action = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SLOT}]
+        return self._ids(self._text([*action, *turns], generate=bool(turns)).partition(SLOT)[2])
 
     def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]

@@ -84,7 +84,7 @@ class Run:
             raise UserError(
                 f"explore.seeds={len(tasks)}, but the environment {environment.name} has no solutions to show."
             )
-        end = min(self.parts.renderer.end_ids)
+        end = self.parts.renderer.turn_end
         rollouts = []
         for task in tasks:
             action = environment.solution(task)
