@@ -55,7 +55,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
     )
-    model.to(device=device)
+    nn.Module.to(model, device)  # the class's own `to` hides its signature from type checkers
     return model.requires_grad_(False).eval()
 
 
