@@ -118,10 +118,10 @@ class Run:
                     progress=progress,
                 )
                 found += len(good)
-        if not self.pool:
+        if not self.pool and (self.config.cold_start.steps or not len(self.parts.bank)):
             raise UserError(
-                f"None of {len(tasks)} attempts succeeded, so there is no experience to learn from; give easier tasks, "
-                "a bank (retrieval.bank) or seed demonstrations."
+                f"None of {len(tasks)} attempts succeeded, so there is no trajectory to learn from; give easier tasks or "
+                "seed demonstrations (explore.seeds), or a bank (retrieval.bank) and cold_start.steps=0."
             )
         save_trajectories(self.pool.values(), self.out / "trajectories.jsonl")
         self.parts.bank.save(self.out / "bank")
@@ -189,7 +189,8 @@ class Run:
         return trainer
 
     def finish(self, title: str = "LOPD") -> Path:
-        """Write the curves and the student as a plain model folder; returns that folder."""
+        """Write the grown bank, the curves, and the student as a plain model folder; returns that folder."""
+        self.parts.bank.save(self.out / "bank")
         objective = self.config.objective
         curves = read_metrics(self.out / "metrics.jsonl")
         plot_curves(curves, self.out / "curves.png", margin=objective.margin, title=title)

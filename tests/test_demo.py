@@ -114,3 +114,20 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], expected: s
     assert result.exit_code == 2
     assert expected in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ablation_trains_each_variant_and_prints_one_table(tmp_path: Path) -> None:
+    words = [
+        "ablate",
+        "--out",
+        str(tmp_path),
+        "--variants",
+        "no latents,frozen composer,shuffled retrieval",
+        *SHORT,
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "ablation.json").read_text())
+    assert set(rows) == {"no latents", "frozen composer", "shuffled retrieval"}
+    assert all(row[0]["kl"] >= 0 for row in rows.values())
