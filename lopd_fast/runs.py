@@ -120,8 +120,8 @@ class Run:
                 found += len(good)
         if not self.pool and (self.config.cold_start.steps or not len(self.parts.bank)):
             raise UserError(
-                f"None of {len(tasks)} attempts succeeded, so there is no trajectory to learn from; give easier tasks or "
-                "seed demonstrations (explore.seeds), or a bank (retrieval.bank) and cold_start.steps=0."
+                f"None of {len(tasks)} attempts succeeded, so there is no trajectory to learn from; give easier tasks, "
+                "seed demonstrations (explore.seeds), or a bank (retrieval.bank) with cold_start.steps=0."
             )
         save_trajectories(self.pool.values(), self.out / "trajectories.jsonl")
         self.parts.bank.save(self.out / "bank")
