@@ -7,6 +7,7 @@ outlive it. Backward only scales what forward left, so nothing is projected twic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import (
     LossOptions,
     RowOutputs,
-    SideRecord,
     concatenate,
     finish_gradient_,
     rows_forward_,
@@ -153,19 +153,20 @@ def _chunk_loop(
     """Projects and differentiates every chunk; gradients gather in the sides and their heads."""
     dtype, width = rows.weight.dtype, options.shard.width
     tied = len(sides) == 2 and sides[0].head is sides[1].head
-    step = _chunk_rows(
-        chunk_size, rows.count, max(options.shard.widths) * len(sides), dtype, rows.weight.device
-    )
+    held = (
+        max(options.shard.widths) * len(sides) + 32 * options.k
+    )  # numbers per row: logits, and what k brings
+    step = _chunk_rows(chunk_size, rows.count, held, dtype, rows.weight.device)
     buffer = rows.weight.new_empty(len(sides) * min(step, rows.count), width)
     threshold = None
     if grad_filter is not None and rows.count:
-        threshold = (
-            grad_filter * rows.weight.abs().amax()
-        )  # it is about gradients ahead of token weights and Z
+        threshold = grad_filter * rows.weight.abs().amax()  # it is on gradients ahead of token weights and Z
+    forward_, finish_ = _row_functions(options)
     parts = []
     for start in range(0, max(rows.count, 1), step):
         part = slice(start, min(start + step, rows.count))
         count = part.stop - start
+        labels = None if rows.labels is None else rows.labels[part]
         hidden = [rows.pick_part(side.hidden, part) for side in sides]
         # One product a side, although a tied head could share one: a product's rounding may depend on where in it a
         # row stands, and equal hidden states are to give equal logits.
@@ -175,32 +176,26 @@ def _chunk_loop(
         slopes = [
             side.head.slope(x) if side.differentiated else None for side, x in zip(sides, logits, strict=True)
         ]
-        record, *shifts = rows_forward_(
+        record, *shifts = forward_(
             logits[0],
             logits[1] if len(logits) == 2 else None,
             None if served is None else (served[0][part], served[1][part]),
-            None if rows.labels is None else rows.labels[part],
+            labels,
             options,
         )
         parts.append(record.outputs)
-        for i, side in enumerate(sides):
+        margins = (None, rows.privilege_weight)
+        records = (record.student, record.teacher)
+        for side, x, slope, side_record, shift, margin in zip(
+            sides, logits, slopes, records, shifts, margins, strict=False
+        ):
             if side.differentiated:
-                side_record, shift = (record.student, record.teacher)[i], shifts[i]
-                assert side_record is not None and shift is not None
-                _to_gradient_(
-                    logits[i],
-                    shift,
-                    side_record,
-                    record.outputs.ids,
-                    side.head.chain,
-                    rows,
-                    part,
-                    options,
-                    i == 1,
-                )
-                slope = slopes[i]
+                assert side_record is not None
+                weight = rows.weight[part] * side.head.chain
+                margin = None if margin is None else -weight * margin[part]
+                finish_(x, shift, side_record, record.outputs.ids, weight, margin, labels, options.shard)
                 if slope is not None:
-                    logits[i].mul_(slope)
+                    x.mul_(slope)
         del slopes
         if tied and all(side.differentiated for side in sides):
             _multiply_back(sides, buffer[: 2 * count], hidden, rows, part, threshold)
@@ -211,24 +206,13 @@ def _chunk_loop(
     return concatenate(parts)
 
 
-def _to_gradient_(
-    exponentials: Tensor,
-    shift: Tensor,
-    side: SideRecord,
-    ids: Tensor,
-    chain: float,
-    rows: Rows,
-    part: slice,
-    options: LossOptions,
-    teacher: bool,
-) -> None:
-    """Turns a chunk in place into the gradient of the loss with respect to h W^T + b, but for a soft-cap's slope."""
-    weight = rows.weight[part] * chain
-    margin = None
-    if teacher and rows.privilege_weight is not None:
-        margin = -weight * rows.privilege_weight[part]
-    labels = None if rows.labels is None else rows.labels[part]
-    finish_gradient_(exponentials, shift, side, ids, weight, margin, labels, options.shard)
+def _row_functions(options: LossOptions) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What makes the record of a chunk, and what turns the chunk into its gradient."""
+    if options.triton:
+        from lopd_fast import triton_rows  # imports triton
+
+        return triton_rows.rows_forward_, triton_rows.finish_gradient_
+    return rows_forward_, finish_gradient_
 
 
 def _multiply_back(
@@ -255,11 +239,11 @@ def _multiply_back(
 
 
 def _chunk_rows(
-    chunk_size: int | None, count: int, columns: int, dtype: torch.dtype, device: torch.device
+    chunk_size: int | None, count: int, held: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Rows per chunk, for `columns` numbers a row."""
+    """Rows per chunk, for `held` numbers a row."""
     if chunk_size is not None:
         return chunk_size
     budget = LOGITS_BYTES.get(device.type, LOGITS_BYTES_DEVICE)
-    most = max(1, budget // (columns * dtype.itemsize))
+    most = max(1, budget // (held * dtype.itemsize))
     return -(-count // -(-count // most)) if count else 1  # chunks of one size

@@ -39,6 +39,7 @@ class LossOptions:
     tail: str
     temperature: float
     shard: VocabShard
+    triton: bool = False  # computed by the kernels, through `triton_rows`
 
 
 @dataclass(frozen=True)
@@ -109,26 +110,24 @@ def mask_support_(logits: Tensor, columns: Tensor, here: Tensor) -> Tensor:
 
 
 def tail_exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces each row by e^{z - its maximum}; returns that maximum, 0 if it is -inf, and the sum, both (R,).
+    """Replaces each row by e^{z - its maximum}; returns that maximum (-inf if all are) and the sum, both (R,).
 
-    A few rows at a time, so that they stay in cache over the four passes.
+    On a CPU some rows at a time, so that they stay in cache over the four passes.
     """
-    shift, total = logits.new_empty(2, len(logits))
+    peak, total = logits.new_empty(2, len(logits))
     step = max(1, CACHE_BYTES // (logits.shape[1] * logits.itemsize) if logits.is_cpu else len(logits))
     for start in range(0, len(logits), step):
-        part = slice(start, start + step)
-        rows = logits[part]
-        peak = rows.amax(-1)
-        peak.masked_fill_(peak == NEG_INF, 0.0)
-        shift[part] = peak
-        total[part] = rows.sub_(peak[:, None]).exp_().sum(-1)
-    return shift, total
+        rows = logits[start : start + step]
+        torch.amax(rows, -1, out=peak[start : start + step])
+        shift = peak[start : start + step].masked_fill(peak[start : start + step] == NEG_INF, 0.0)
+        torch.sum(rows.sub_(shift[:, None]).exp_(), -1, out=total[start : start + step])
+    return peak, total
 
 
 def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> tuple[_Side, Tensor]:
     """Statistics of one side, and the shift (R,) of the exponentials that it leaves in `logits`.
 
-    On return logits  # (R, V) hold e^{z_j - shift} outside the support and 0 on it.
+    On return logits  # (R, V) hold e^{z_j - shift} outside the support and 0 on it; a shift of -inf means all 0.
     """
     columns, here = shard.columns(ids)
     picked = [logits.gather(1, columns).masked_fill_(~here, NEG_INF)]  # (R, k)
@@ -137,7 +136,7 @@ def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard
         picked.append(logits.gather(1, label_columns).masked_fill_(~label_here, NEG_INF))
     mask_support_(logits, columns, here)
     shift, total = tail_exponentials_(logits)
-    picked.append(shift.masked_fill(total == 0, NEG_INF)[:, None])
+    picked.append(shift[:, None])
     values = shard.max(torch.cat(picked, dim=1))
     support, peak = values[:, : ids.shape[1]], values[:, -1]
     if shard.group is not None:

@@ -45,6 +45,9 @@ def check_logits(
     group: Any, columns: slice, options: dict[str, Any], what: str, coarse: bool = False
 ) -> None:
     student, teacher = peaked(ROWS, WIDTH, seed=1).float(), peaked(ROWS, WIDTH, seed=2).float()
+    if options.pop("deep", False):  # a tail of e^-120, none of it in some shards
+        student, teacher = (x.index_fill(1, torch.tensor([0, 1, 2, 3]), 120.0) for x in (student, teacher))
+        student[:, 4:9], teacher[:, 4:9] = -torch.inf, -torch.inf
     if coarse:  # ties at rank k, on both sides of a boundary between shards
         student, teacher = student.div(8).round(), teacher.div(8).round()
     full, shard = (leaf(student), leaf(teacher)), (leaf(student[:, columns]), leaf(teacher[:, columns]))
@@ -109,6 +112,7 @@ def run(rank: int, world: int, store: str) -> None:
         for tail in ("renormalize", "drop"):
             options = dict(k=3, divergence="jsd", beta=0.3, tail=tail, temperature=0.7, **rows)
             check_logits(group, columns, options, f"{widths}, jsd, {tail}")
+        check_logits(group, columns, dict(k=4, deep=True), f"{widths}, deep tail")
         ids = torch.tensor([[9, 0, 6], [5, -1, 1], [-1, -1, -1]]).repeat(3, 1)
         logprobs = torch.tensor([[-1.0, -2.0, -3.0]]).repeat(9, 1)
         check_logits(

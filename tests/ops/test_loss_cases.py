@@ -241,6 +241,14 @@ def test_ties_at_rank_k_go_to_the_lowest_id(dtype: torch.dtype) -> None:
         assert torch.equal(got, lowest_id_topk(logits.double(), k)), f"k={k}"
 
 
+def test_a_large_k_is_searched_for_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randint(-3, 4, (7, 900)).float()
+    monkeypatch.setattr("lopd_fast.loss_support.SEARCH_BYTES", 100_000)
+    for k in (3, 500):
+        got = topk_tail_kl(torch.randn(7, 900), logits, k=k).topk_ids
+        assert torch.equal(got, lowest_id_topk(logits.double(), k)), f"k={k}"
+
+
 def test_sharded_or_empty_weight() -> None:
     hidden = torch.randn(2, 4)
     with pytest.raises(ValueError, match=r"student_weight is empty, shape \(0,\)"):
