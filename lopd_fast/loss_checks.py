@@ -101,8 +101,6 @@ def support_size(k: int, vocabulary: int) -> None:
 
 def backend(name: str) -> None:
     one_of("backend", name, BACKENDS)
-    if name == "triton":
-        raise ValueError("backend='triton' is not available in this build: use backend='torch' or 'auto'")
 
 
 def _per_row(name: str, x: Any, lead: torch.Size, device: torch.device) -> Tensor:

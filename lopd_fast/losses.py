@@ -11,7 +11,7 @@ arXiv 2608.13040, eqs. 9-13):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from lopd_fast import loss_checks as checks
 from lopd_fast.fused_head import Projection
 from lopd_fast.fused_linear import FusedLinearLoss
 from lopd_fast.logits_loss import LogitsLoss, compute_dtype
+from lopd_fast.loss_backend import uses_triton
 from lopd_fast.loss_rows import RowOutputs
 from lopd_fast.loss_support import VocabShard
 
@@ -94,7 +95,9 @@ def topk_tail_kl(
         num_items: Z, where rows are spread over micro-batches or ranks; a number or a one-element tensor.
         process_group: logits are the shards (..., V_rank), in rank order, of a vocabulary split over this group;
             labels and ids stay global, gradients are local and every process gets the whole loss.
-        backend: "torch" on any device; "auto" is the fastest there is.
+        backend: "torch" on any device, "triton" on CUDA (or anywhere under TRITON_INTERPRET=1), "auto": "triton" on
+            CUDA if it is installed, else "torch". They agree. The kernels take fp32 and half precision, k up to 127 and
+            a whole vocabulary; torch computes the rest whichever is named.
 
     Returns:
         TopKTailKL, whose loss, kl and privilege are differentiable.
@@ -133,7 +136,16 @@ def topk_tail_kl(
     served = None
     if teacher_topk is not None:
         served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_logits.device)
-    outputs = RowOutputs(*LogitsLoss.apply(student_logits, teacher_logits, served, rows, options))
+    support_ids = k if served is None else served[0].shape[-1]
+    split = shard.group is not None
+    options = replace(options, triton=uses_triton(backend, student_logits.device, dtype, support_ids, split))
+    inputs = (student_logits, teacher_logits, served, rows, options)
+    if options.triton:
+        from lopd_fast.triton_rows import TritonLogitsLoss  # imports triton
+
+        outputs = RowOutputs(*TritonLogitsLoss.apply(*inputs))
+    else:
+        outputs = RowOutputs(*LogitsLoss.apply(*inputs))
     value = outputs.kl
     if rows.privilege_weight is not None and outputs.privilege is not None:
         value = value - rows.privilege_weight * outputs.privilege
@@ -236,6 +248,9 @@ def fused_linear_topk_tail_kl(
     served = None
     if teacher_topk is not None:
         served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_hidden.device)
+    support_ids = k if served is None else served[0].shape[-1]
+    split = shard.group is not None
+    options = replace(options, triton=uses_triton(backend, student_hidden.device, dtype, support_ids, split))
     device = student_hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)

@@ -4,7 +4,8 @@ import os
 import random
 from collections.abc import Iterator
 
-# Read when the libraries are imported, so these come first. TRITON_INTERPRET is left to the tests of the kernels.
+# Read when the libraries are imported, so these come first. The kernels run in Triton's interpreter, on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

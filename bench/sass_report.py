@@ -1,0 +1,198 @@
+"""What the compiler makes of the loss kernels: registers, spills, shared memory, occupancy, the time of their bytes.
+
+    python bench/sass_report.py                            every kernel for sm_80, sm_90 and sm_100
+    python bench/sass_report.py --arch sm_90 --json f.json
+    python bench/sass_report.py --quick                    one configuration a kernel, sm_90
+
+Needs triton and no GPU. Each kernel is compiled as it is launched and its cubin is read with the cuobjdump that
+triton brings. Predicted times are bytes / bandwidth at 3.35 TB/s (H100) and 4.8 TB/s (H200), for 40,960 rows of
+151,936 logits. The exit status is 1 if a kernel does not compile or spills; none of them keeps arrays, so all of a
+stack is spill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # ahead of triton, which reads it when imported
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from lopd_fast.kernels import block_stats, logits_grad, select_support, topk_tail  # noqa: E402
+from lopd_fast.kernels._common import BLOCK, block_count  # noqa: E402
+
+ROWS, WIDTH, K = 40_960, 151_936, 20
+BANDWIDTH = {"ms_at_3.35_TB/s": 3.35e12, "ms_at_4.8_TB/s": 4.8e12}
+SHARED_KIB = {80: 164, 90: 228, 100: 228}  # of an SM
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DIVERGENCES = list(itertools.product(("reverse_kl", "forward_kl", "jsd"), ("bucket", "renormalize", "drop")))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the constants of one launch."""
+
+    config: str
+    function: Any
+    constants: dict[str, Any]
+    warps: int
+    dtype: str  # of logits
+    bytes_per_row: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90", "sm_100"])
+    parser.add_argument("--json", help="write the table to this file as well")
+    parser.add_argument("--quick", action="store_true", help="one configuration a kernel, sm_90 alone")
+    options = parser.parse_args()
+    rows = []
+    columns = "registers spill_bytes stack_bytes shared_bytes programs_per_sm warps_per_sm bytes_per_row"
+    print(
+        f"{'kernel':>20} {'config':>34} {'arch':>6} " + " ".join(columns.replace("_", "-").split()) + "  ms"
+    )
+    for arch in ["sm_90"] if options.quick else options.arch:
+        for case in cases(options.quick):
+            row = report(case, int(arch.removeprefix("sm_")))
+            rows.append(row)
+            values = " ".join(f"{row.get(name)!s:>{len(name)}}" for name in columns.split())
+            times = " / ".join(f"{row[name]:.2f}" for name in BANDWIDTH)
+            print(
+                f"{row['kernel']:>20} {row['config']:>34} {arch:>6} {values}  {times} {row['note']}",
+                flush=True,
+            )
+    if options.json:
+        document = dict(triton=triton.__version__, rows=ROWS, width=WIDTH, k=K, kernels=rows)
+        Path(options.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    return 1 if any(row["failed"] or row["spill_bytes"] for row in rows) else 0
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """The launches of `lopd_fast.kernels`, over dtypes, projections, support sizes and divergences."""
+    plain = dict(BIAS=False, SOFTCAP=False, ALIGNED=True)
+    capped = dict(BIAS=True, SOFTCAP=True, ALIGNED=False)
+    for dtype, (name, flags) in itertools.product(
+        ["bf16", "fp32", "fp16"], [("", plain), (" bias softcap unaligned", capped)]
+    ):
+        config, itemsize = dtype + name, ITEMSIZE[dtype]
+        unit = dict(column_stride=1)
+        constants = dict(block_stats.LAUNCH, **flags, **unit, BLOCK=BLOCK)
+        warps = constants.pop("num_warps")
+        moved = block_stats.bytes_moved(1, WIDTH, itemsize)
+        yield Case(config, block_stats.block_stats_kernel, constants, warps, dtype, moved)
+
+        constants = dict(logits_grad.LAUNCH, **flags, **unit, out_column_stride=1, POSITION=True, MARGIN=True)
+        warps = constants.pop("num_warps")
+        constants |= logits_grad.support_constants(K)
+        moved = logits_grad.bytes_moved(1, WIDTH, itemsize, K)
+        yield Case(config, logits_grad.logits_grad_kernel, constants, warps, dtype, moved)
+        if quick:
+            break
+    for k in [K] if quick else [1, K, 63, 127]:
+        constants, warps = select_support.select_launch(k, block_count(WIDTH))
+        yield Case(
+            f"bf16 k={k}",
+            select_support.select_kernel,
+            dict(plain, column_stride=1) | constants,
+            warps,
+            "bf16",
+            select_support.bytes_moved(1, WIDTH, 2, k),
+        )
+        constants, warps = topk_tail.rows_launch(k, block_count(WIDTH))
+        for divergence, tail in DIVERGENCES[:1] if quick else DIVERGENCES if k == K else [("jsd", "bucket")]:
+            sides = {f"{side}_{name}": value for side in "ST" for name, value in plain.items()}
+            constants |= sides | dict(s_column_stride=1, t_column_stride=1, SERVED=False, LABEL=True)
+            moved = topk_tail.bytes_moved(1, WIDTH, 2, k)
+            options = dict(DIVERGENCE=divergence, TAIL=tail)
+            config = f"bf16 k={k} {divergence} {tail}"
+            yield Case(config, topk_tail.rows_kernel, constants | options, warps, "bf16", moved)
+
+
+def report(case: Case, arch: int) -> dict[str, Any]:
+    row: dict[str, Any] = dict(
+        kernel=case.function.__name__.removesuffix("_kernel"),
+        config=case.config,
+        arch=f"sm_{arch}",
+        warps=case.warps,
+        bytes_per_row=round(case.bytes_per_row),
+        registers=None,
+        spill_bytes=None,
+        stack_bytes=None,
+        shared_bytes=None,
+        failed=False,
+        note="",
+    )
+    row |= {name: round(1e3 * ROWS * case.bytes_per_row / rate, 3) for name, rate in BANDWIDTH.items()}
+    try:
+        compiled = compile_case(case, arch)
+    except Exception as error:  # whatever the compiler raises is the finding
+        row |= dict(failed=True, note=f"does not compile: {type(error).__name__}: {str(error)[:200]}")
+        return row
+    row["shared_bytes"] = compiled.metadata.shared
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True)
+    usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout))
+    if not usage:
+        row["note"] = (
+            f"compiled; this cuobjdump does not read it: {(done.stderr or done.stdout).strip()[:120]}"
+        )
+        return row
+    registers, stack = int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+    programs = min(
+        32,
+        64 // case.warps,
+        65536 // (-(-registers // 8) * 8 * 32 * case.warps),
+        SHARED_KIB.get(arch, 100) * 1024 // (compiled.metadata.shared + 1024),
+    )
+    return row | dict(
+        registers=registers,
+        stack_bytes=stack,
+        spill_bytes=stack,
+        programs_per_sm=programs,
+        warps_per_sm=programs * case.warps,
+    )
+
+
+def compile_case(case: Case, arch: int) -> Any:
+    names, signature = case.function.arg_names, {}
+    for name in names:
+        if name in case.constants:
+            signature[name] = "constexpr"
+        elif name in ("logits_ptr", "s_logits_ptr", "t_logits_ptr", "out_ptr"):
+            signature[name] = "*" + case.dtype
+        elif name.endswith("_ptr"):
+            index = ("offsets_ptr", "ids_ptr", "labels_ptr", "position_ptr")
+            signature[name] = "*i64" if name.endswith(index) else "*fp32"
+        else:
+            signature[name] = "fp32" if name.endswith("gain") or name == "beta" else "i32"
+    divisible = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): divisible
+        for i, name in enumerate(names)
+        if name.endswith("_ptr") or name in ("width", "out_row_stride")
+    }
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(fn=case.function, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=case.warps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Divergences between two distributions over the lanes of a program, with their gradients in closed form.
+
+Log-probs s of the student and t of the teacher, q = e^s, p = e^t, over k buckets and, for tail "bucket", a last one.
+Complete buckets (tail "bucket" or "renormalize") sum to 1 on both sides:
+
+    reverse KL   D = sum q (s - t)                  student q (s - t - D)        teacher p - q
+    forward KL   D = sum p (t - s)                  student q - p                teacher p (t - s - D)
+    JSD          D = a KL(q || m) + b KL(p || m)    student a q (log(q / m) - KL(q || m)), teacher alike
+                 b = beta, a = 1 - beta, m = a q + b p
+
+Otherwise (tail "drop") the ids outside move the normaliser alone; `rest` is their gradient over softmax. Each KL is
+summed as q (s - t) + p - q, terms >= 0 that vanish to second order, so near-equal distributions lose no digits. Lanes
+without a bucket hold -inf on both sides and add exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+from lopd_fast.kernels._common import NEG_INF, expm1, expm1_minus, log1p
+
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _log_ratio(log_a, log_b):
+    """log(a / b), 0 where both are 0."""
+    both_zero = (log_a == NEG_INF) & (log_b == NEG_INF)
+    return tl.where(both_zero, 0.0, tl.where(both_zero, 0.0, log_a) - log_b)
+
+
+@triton.jit
+def _times(probability, factor):
+    """probability * factor with 0 * inf = 0, the limit of x log x."""
+    return tl.where((probability == 0) & (tl.abs(factor) == INF), 0.0, probability * factor)
+
+
+@triton.jit
+def _difference(log_a, log_b):
+    """a - b without the cancellation of exp(log_a) - exp(log_b)."""
+    ratio = _log_ratio(log_a, log_b)
+    size = tl.exp(tl.maximum(log_a, log_b)) * -expm1(-tl.abs(ratio))
+    return tl.where(ratio < 0, -size, size)
+
+
+@triton.jit
+def _excess(log_a, log_b, ratio):
+    """a log(a / b) + b - a, >= 0; ratio is log(b / a)."""
+    a = tl.exp(log_a)
+    far = tl.exp(log_b) - a - _times(a, ratio)
+    return tl.where((ratio < 1) & (log_a != NEG_INF), a * expm1_minus(ratio), far)
+
+
+@triton.jit
+def _centred(a, ratio):
+    """a (ratio - sum a ratio) for a that sums to 1; ratios count from that of the heaviest bucket."""
+    heaviest = tl.argmax(a, axis=0)
+    lane = tl.arange(0, a.shape[0])
+    ratio = ratio - tl.sum(tl.where(lane == heaviest, ratio, 0.0), axis=0)
+    return _times(a, ratio - tl.sum(_times(a, ratio), axis=0))
+
+
+@triton.jit
+def _kl(log_a, log_b, COMPLETE: tl.constexpr):
+    """KL(a || b), its gradients for a and b, and the rests of a and b."""
+    a = tl.exp(log_a)
+    b = tl.exp(log_b)
+    ratio = _log_ratio(log_a, log_b)
+    if COMPLETE:
+        value = tl.sum(_excess(log_a, log_b, -ratio), axis=0)
+        grad_a = _centred(a, ratio)
+        grad_b = _difference(log_b, log_a)
+        rest_a = value * 0
+        rest_b = value * 0
+    else:
+        value = tl.sum(_times(a, ratio), axis=0)
+        mass = tl.sum(a, axis=0)
+        grad_a = _times(a, ratio + 1 - (value + mass))
+        grad_b = b * mass - a
+        rest_a = -(value + mass)
+        rest_b = mass
+    return value, grad_a, grad_b, rest_a, rest_b
+
+
+@triton.jit
+def _jsd(log_q, log_p, beta, COMPLETE: tl.constexpr):
+    ratio = _log_ratio(log_p, log_q)  # log(p / q)
+    # log(m / q) and log(m / p), each by the side on which expm1 stays small: exactly 0 where p == q
+    low = log1p(beta * expm1(tl.minimum(ratio, 0.0)))
+    high = log1p((1 - beta) * expm1(-tl.maximum(ratio, 0.0)))
+    m_over_q = tl.where(ratio > 0, ratio + high, low)
+    m_over_p = tl.where(ratio > 0, high, low - ratio)
+    log_m = tl.where(ratio > 0, log_p + m_over_p, log_q + m_over_q)
+    q = tl.exp(log_q)
+    p = tl.exp(log_p)
+    kl_q = tl.sum(_excess(log_q, log_m, m_over_q), axis=0)
+    kl_p = tl.sum(_excess(log_p, log_m, m_over_p), axis=0)
+    value = (1 - beta) * kl_q + beta * kl_p
+    if COMPLETE:
+        grad_q = -(1 - beta) * _centred(q, m_over_q)
+        grad_p = -beta * _centred(p, m_over_p)
+        rest_q = value * 0
+        rest_p = value * 0
+    else:
+        grad_q = -(1 - beta) * _times(q, m_over_q)
+        grad_p = -beta * _times(p, m_over_p)
+        rest_q = -tl.sum(grad_q, axis=0)
+        rest_p = -tl.sum(grad_p, axis=0)
+        grad_q += q * rest_q
+        grad_p += p * rest_p
+    return value, grad_q, grad_p, rest_q, rest_p
+
+
+@triton.jit
+def _renormalised(log_support):
+    peak = tl.max(log_support, axis=0)
+    peak = tl.where(peak == NEG_INF, 0.0, peak)
+    total = tl.sum(tl.exp(log_support - peak), axis=0)
+    return log_support - (peak + tl.log(tl.where(total > 0, total, 1.0)))
+
+
+@triton.jit
+def bucket_divergence(
+    s,  # (LANES,) log-probs of the support in the first K lanes, -inf in the others
+    s_tail,  # log-prob of everything else
+    t,
+    t_tail,
+    beta,
+    DIVERGENCE: tl.constexpr,
+    TAIL: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """D, gradients for the logits of both sides on the support (LANES,), and outside it, summed over the tail."""
+    lane = tl.arange(0, LANES)
+    if TAIL == "bucket":
+        s = tl.where(lane == K, s_tail, s)
+        t = tl.where(lane == K, t_tail, t)
+    elif TAIL == "renormalize":
+        s = _renormalised(s)
+        t = _renormalised(t)
+    if DIVERGENCE == "jsd":
+        value, s_grad, t_grad, s_rest, t_rest = _jsd(s, t, beta, TAIL != "drop")
+    elif DIVERGENCE == "reverse_kl":
+        value, s_grad, t_grad, s_rest, t_rest = _kl(s, t, TAIL != "drop")
+    else:
+        value, t_grad, s_grad, t_rest, s_rest = _kl(t, s, TAIL != "drop")
+    if TAIL == "bucket":
+        s_rest = tl.sum(tl.where(lane == K, s_grad, 0.0), axis=0)
+        t_rest = tl.sum(tl.where(lane == K, t_grad, 0.0), axis=0)
+    else:
+        s_rest = s_rest * tl.exp(s_tail)
+        t_rest = t_rest * tl.exp(t_tail)
+    return value, s_grad, t_grad, s_rest, t_rest
