@@ -79,10 +79,14 @@ class Restatement:
             return float(torch.cat(values).detach().mean()) if values else 0.0
 
         return Restated(
-            float(loss.detach()),
-            *(mean(values) for values in (sums.kl, sums.gain, sums.moved)),
-            *(mean(values) for values in (sums.student_mass, sums.teacher_mass, sums.surprise)),
-            gradients,
+            loss=float(loss.detach()),
+            kl=mean(sums.kl),
+            delta=mean(sums.gain),
+            anchor=mean(sums.moved),
+            student_mass=mean(sums.student_mass),
+            teacher_mass=mean(sums.teacher_mass),
+            surprise=mean(sums.surprise),
+            gradients=gradients,
         )
 
     def _objective(

@@ -89,7 +89,7 @@ def model(kind: str = "llama", *, tie: bool = True, dtype: torch.dtype = torch.f
             made: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))
         else:
             made = LlamaForCausalLM(LlamaConfig(**sizes))
-    return made.to(dtype).eval()
+    return made.to(dtype=dtype).eval()  # pyright: ignore[reportCallIssue]
 
 
 class HashEncoder:
@@ -119,6 +119,9 @@ class ParityEnvironment:
         return [
             Task(f"{split}/{seed}/{i}", f"Say {split} {seed + i}.", group=f"g{i % 2}") for i in range(count)
         ]
+
+    def solution(self, task: Task) -> str:
+        return "ab" * (1 + len(task.text) % 3)
 
     def start(self, task: Task) -> "ParityEpisode":
         return ParityEpisode([{"role": "user", "content": task.text}], self.max_turns)

@@ -22,9 +22,9 @@ from lopd_fast.teacher import splice
 Progress = Callable[[int], None]  # hears how many episodes have just ended
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
-    """An episode under way."""
+    """An episode under way; equal to itself alone."""
 
     episode: Episode
     rollout: Rollout
@@ -88,9 +88,11 @@ class HFRollout:
 
     def _turn(self, model: PreTrainedModel, batch: Sequence[_Running], sampling: Sampling) -> None:
         """Sample one action for every episode of the batch and hand it to its environment."""
-        room = min(self.config.max_tokens - len(item.ids) for item in batch)
-        budget = max(1, min(self.config.max_new_tokens, room))
-        for item, sampled in zip(batch, self._generate(model, batch, sampling, budget), strict=True):
+        longest = self.config.max_new_tokens
+        rooms = [max(1, min(longest, self.config.max_tokens - len(item.ids))) for item in batch]
+        answers = self._generate(model, batch, sampling, max(rooms))
+        for item, room, answer in zip(batch, rooms, answers, strict=True):
+            sampled = answer[:room]  # its own room: a neighbour's long prompt cuts nobody short
             ended = next((i for i, token in enumerate(sampled) if token in self._end_ids), None)
             action_ids = sampled if ended is None else sampled[: ended + 1]
             text_ids = sampled if ended is None else sampled[:ended]
