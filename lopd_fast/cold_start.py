@@ -18,6 +18,7 @@ from lopd_fast.bank import ExperienceBank
 from lopd_fast.batch import Rollout
 from lopd_fast.composer import Composer
 from lopd_fast.config import ColdStartConfig, RetrievalConfig
+from lopd_fast.errors import UserError
 from lopd_fast.optimizers import composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import pack_step
 from lopd_fast.render import Renderer
@@ -51,6 +52,7 @@ class ColdStart:
         seed: int,
         say: Callable[[str], None] = print,
     ) -> None:
+        """Raises UserError where the bank holds nothing for any of `trajectories`."""
         self.backbone, self.composer, self.renderer = backbone, composer, renderer
         self.config = config
         self.say = say
@@ -59,6 +61,11 @@ class ColdStart:
         tasks = [rollout.task for rollout in trajectories]
         found = retrieve(bank, tasks, retrieval, seed=seed)
         self.examples = [(rollout, hits) for rollout, hits in zip(trajectories, found, strict=True) if hits]
+        if not self.examples and config.steps:
+            raise UserError(
+                f"None of the {len(trajectories)} trajectories has an experience of another task to learn from; add "
+                "experiences, or let a task see its own (retrieval.allow_self=true)."
+            )
         self.optimizer = composer_optimizer(composer, config.optim)
         self.parameters = [
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
