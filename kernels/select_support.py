@@ -6,6 +6,8 @@ blocks. So three times the k best: of groups, of 64 k blocks, of 64 k columns. S
 `block_stats`, ids (R, k) int64 by falling logit. There is no backward.
 """
 
+# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+
 import torch
 import triton
 import triton.language as tl

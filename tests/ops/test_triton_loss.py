@@ -23,7 +23,7 @@ def logits_pair(
     return student.to(dtype), teacher.to(dtype)
 
 
-def run(student: Tensor, teacher: Tensor, **options: Any):
+def run(student: Tensor, teacher: Tensor, **options: Any) -> Any:
     """The result and both gradients, with an upstream gradient that is not 1."""
     student, teacher = (x.detach().requires_grad_() for x in (student, teacher))
     out = topk_tail_kl(student, teacher, **options)
@@ -179,7 +179,8 @@ def test_same_bits_twice_and_no_write_to_inputs() -> None:
 
 def test_what_the_kernels_do_not_take_is_computed_by_torch() -> None:
     student, teacher = logits_pair(2, 200, seed=4, dtype=torch.float64)
-    for options in (dict(k=3), dict(k=150)):
+    several: list[Any] = [dict(k=3), dict(k=150)]
+    for options in several:
         a, b = (topk_tail_kl(student, teacher, backend=name, **options) for name in ("torch", "triton"))
         assert torch.equal(a.kl, b.kl)
 
