@@ -7,7 +7,8 @@ z is the logit that `_common` makes of the raw one. Shapes: logits (N, V), any s
 (N, ceil(V / 64)) fp32. Nothing else of the forward reads a whole row. There is no backward: both are statistics.
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+# A type checker takes a kernel for the plain function under @triton.jit.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton

@@ -13,7 +13,8 @@ summed as q (s - t) + p - q, terms >= 0 that vanish to second order, so near-equ
 without a bucket hold -inf on both sides and add exactly 0.
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+# A type checker takes a kernel for the plain function under @triton.jit.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl

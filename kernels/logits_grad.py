@@ -10,7 +10,8 @@ Shapes: logits (N, V), any strides; per row of the record weight, margin (R,) fp
 rows without a record as zeros and unread, or over the logits themselves. Reads logits once, writes the gradient once.
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+# A type checker takes a kernel for the plain function under @triton.jit.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl

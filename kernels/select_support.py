@@ -6,7 +6,8 @@ blocks. So three times the k best: of groups, of 64 k blocks, of 64 k columns. S
 `block_stats`, ids (R, k) int64 by falling logit. There is no backward.
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+# A type checker takes a kernel for the plain function under @triton.jit.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton

@@ -11,7 +11,8 @@ digits. Shapes: ids (R, k) int64, -1 for padding; results in two buffers, see VE
 those and one more pass over the logits (`logits_grad`).
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false  (it takes a kernel for the function under @triton.jit)
+# A type checker takes a kernel for the plain function under @triton.jit.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton
