@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -117,7 +118,8 @@ def test_a_teacher_pass_leaves_modes_and_role_alone_even_when_it_fails(monkeypat
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(parts.backbone.model.get_decoder().layers[1], "forward", fail)
+    layers: Any = parts.backbone.model.get_decoder().layers
+    monkeypatch.setattr(layers[1], "forward", fail)
     with parts.backbone.role("student"), pytest.raises(RuntimeError, match="out of memory"):
         teacher_hidden(parts.backbone, batch.teacher, latents)
     assert modes() == before and parts.backbone.role_name == "teacher"
@@ -289,7 +291,8 @@ def test_an_adapter_on_the_head_is_refused_by_name():
 
 def test_a_model_without_the_projections_is_refused():
     backbone = Backbone(tiny.model())
-    for layer in backbone.model.get_decoder().layers:
+    layers: Any = backbone.model.get_decoder().layers
+    for layer in layers:
         for part in (layer.self_attn, layer.mlp):
             for name, _ in list(part.named_children()):
                 delattr(part, name)

@@ -98,7 +98,9 @@ def test_linear_nll(
 def test_it_learns_and_changes_phi_alone():
     parts = tiny.parts("cold_start.steps=12")
     stage = stage_of(parts, trajectories())
-    everything = {name: value for name, value in parts.backbone.named_parameters() if ".encoder." not in name}
+    everything: dict[str, Tensor] = {
+        name: value for name, value in parts.backbone.named_parameters() if ".encoder." not in name
+    }
     frozen, phi = tiny.copies(everything), tiny.copies(tiny.learning(parts))
     metrics = [stage.run_step() for _ in range(12)]
     assert metrics[-1].nll < metrics[0].nll - 0.3

@@ -119,7 +119,8 @@ def test_a_failing_environment_leaves_modes_and_generators_as_they_were():
             return episode
 
     model = tiny.model()
-    model.get_decoder().layers[0].training = True
+    layers: Any = model.get_decoder().layers
+    layers[0].training = True
     modes = [module.training for module in model.modules()]
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
@@ -267,7 +268,7 @@ def test_exploring_shows_earlier_successes_and_keeps_the_plain_prompt():
     bank, pool = ExperienceBank(tiny.HashEncoder()), {}
     engine = engine_of()
     scripted(engine, {tasks[0].id: ["abab"], tasks[1].id: ["odd"]})
-    settings = dict(retrieval=parts.config.retrieval, shots=2, sampling=GREEDY, seed=0)
+    settings: dict[str, Any] = dict(retrieval=parts.config.retrieval, shots=2, sampling=GREEDY, seed=0)
 
     (good,) = explore(tiny.model(), engine, parts.environment, tasks, bank, pool, **settings)
     assert good.task is tasks[0] and len(bank) == 1 and list(pool.values()) == [good]
