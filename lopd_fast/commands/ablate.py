@@ -15,7 +15,7 @@ VARIANTS: dict[str, list[str]] = {
     "frozen composer": ["objective.freeze_composer=true"],
     "m = 0": ["objective.margin=0"],
     "no latents": ["objective.use_latents=false"],
-    "shuffled retrieval": ["retrieval.shuffle=true"],
+    "shuffled retrieval": ["retrieval.shuffle=true", "retrieval.within_group=false"],
 }
 
 
