@@ -94,8 +94,9 @@ def check_fused(group: Any, columns: slice, tied: bool, dtype: torch.dtype, opti
 def run(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    pair = dist.new_group([0, 1])
-    for group, widths in ((pair, [6, 4]), (dist.group.WORLD, [3, 6, 1])):
+    pair: Any = dist.new_group([0, 1])
+    everyone: Any = dist.group.WORLD
+    for group, widths in ((pair, [6, 4]), (everyone, [3, 6, 1])):
         if group is pair and rank > 1:
             continue
         first = sum(widths[: dist.get_rank(group)])
