@@ -58,8 +58,8 @@ def flops(rows: int, width: int, k: int) -> int:
     return rows * 2 * (block_count(width) * (k + 4) + BLOCK * k * (k + 4))
 
 
-# Blocks of which a program holds the statistics at a time: with 2048, bench/sass_report.py shows a spill of 12 bytes.
-TILE = 1024
+# Blocks of which a program holds the statistics at a time: with 1024, bench/sass_report.py shows spills on some Tritons.
+TILE = 512
 
 
 def rows_launch(k: int, blocks: int) -> tuple[dict[str, int], int]:

@@ -51,7 +51,7 @@ def test_output_shows_table_samples_and_the_next_command(demo_run: tuple[Path, s
     out, text = demo_run
     assert "student after" in text
     assert "before:" in text and "after:" in text
-    assert f"lopd-fast bank search {out / 'bank'}" in text.splitlines()[-1]
+    assert f"lopd-fast bank search {out / 'bank'}" in text.strip().splitlines()[-1]
 
 
 def test_metrics_and_plot_cover_the_steps(demo_run: tuple[Path, str]) -> None:
