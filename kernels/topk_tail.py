@@ -58,7 +58,7 @@ def flops(rows: int, width: int, k: int) -> int:
     return rows * 2 * (block_count(width) * (k + 4) + BLOCK * k * (k + 4))
 
 
-# Blocks of which a program holds the statistics at a time: with 1024, bench/sass_report.py shows spills on some Tritons.
+# Blocks of which a program holds the statistics at a time; with 1024, bench/sass_report.py shows spills.
 TILE = 512
 
 
