@@ -71,10 +71,10 @@ class Composer(nn.Module):
         """
         assert self._anchor is not None, "freeze_anchor comes first"
         pairs = _pairs(requests)
-        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._anchor_cache]
-        if new:
-            latents = self._compress(new, "anchor", self._anchor)
-            self._anchor_cache.update(zip(new, latents.cpu(), strict=True))
+        # One by one: a resumed run, whose cache is empty, gets the same bits, whatever else a step asks for.
+        for pair in dict.fromkeys(pairs):
+            if pair not in self._anchor_cache:
+                self._anchor_cache[pair] = self._compress([pair], "anchor", self._anchor)[0].cpu()
         device = self.backbone.device
         found = {pair: self._anchor_cache[pair].to(device) for pair in set(pairs)}
         return _per_request(requests, found, torch.zeros(0, self.backbone.hidden_size, device=device))

@@ -1,6 +1,6 @@
 """A tiny chat model, its tokenizer, an environment and the parts of a run, for the tests of the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def learning(parts: Parts) -> dict[str, Tensor]:
     return dict(named)
 
 
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Detached copies."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
