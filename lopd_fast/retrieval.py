@@ -25,8 +25,22 @@ def retrieve(
         groups = [{task.group} for task in tasks]
     if config.shuffle:
         rng = random.Random(seed)
-        return [rng.sample(bank.experiences, min(config.neighbours, len(bank))) for _ in tasks]
+        named = groups or [None] * len(tasks)
+        allowed = [_allowed(bank, *each, config) for each in zip(tasks, named, strict=True)]
+        return [rng.sample(entries, min(config.neighbours, len(entries))) for entries in allowed]
     hits = bank.search(
         [task.text for task in tasks], config.neighbours, allow_self=config.allow_self, groups=groups
     )
     return [[hit.experience for hit in found] for found in hits]
+
+
+def _allowed(
+    bank: ExperienceBank, task: Task, groups: set[str] | None, config: RetrievalConfig
+) -> list[Experience]:
+    """What a search for `task` may return."""
+    return [
+        item
+        for item in bank.experiences
+        if (groups is None or item.group in groups)
+        and (config.allow_self or item.task.strip() != task.text.strip())
+    ]

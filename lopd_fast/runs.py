@@ -159,7 +159,7 @@ class Run:
                 due = stage.step % self.config.train.checkpoint_every == 0
                 if due or stop.requested or stage.step == self.config.cold_start.steps:
                     self._save_cold_start(stage)
-                if stop.requested and stage.step < self.config.cold_start.steps:
+                if stop.requested:  # in the last step too: the next stage would not know of it
                     raise Stopped
         self.parts.composer.freeze_anchor()
         return stage
