@@ -109,13 +109,14 @@ class Head:
             torch.addmm(out, grad[:, part], weight, beta=0 if part.start == 0 else 1, out=out)
         return out
 
-    def filtered_hidden_gradient(self, grad: Tensor, threshold: Tensor) -> Tensor:
-        """`hidden_gradient` over the columns in which any row of grad passes threshold  # ().
+    def filtered_hidden_gradient(self, grad: Tensor, cut: float, scale: Tensor) -> Tensor:
+        """`hidden_gradient` over the columns in which a row of grad passes cut * min(scale  # (), the largest of grad).
 
         The others enter as (sum of their gradient) x (mean of their weight rows): nearly all of what they hold is a
         small pull of the same sign on most of the vocabulary. Exact where more than half of the columns are active.
         """
-        active = (torch.linalg.vector_norm(grad, ord=torch.inf, dim=0) > threshold).nonzero().squeeze(1)
+        largest = torch.linalg.vector_norm(grad, ord=torch.inf, dim=0)  # (V,)
+        active = (largest > cut * torch.minimum(scale, largest.amax())).nonzero().squeeze(1)
         width = self.weight.shape[0]
         if 2 * len(active) > width:
             return self.hidden_gradient(grad)

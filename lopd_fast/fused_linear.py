@@ -155,12 +155,9 @@ def _chunk_loop(
     tied = len(sides) == 2 and sides[0].head is sides[1].head
     held = (
         max(options.shard.widths) * len(sides) + 32 * options.k
-    )  # numbers per row: logits, and what k brings
+    )  # numbers per row, those that k brings included
     step = _chunk_rows(chunk_size, rows.count, held, dtype, rows.weight.device)
     buffer = rows.weight.new_empty(len(sides) * min(step, rows.count), width)
-    threshold = None
-    if grad_filter is not None and rows.count:
-        threshold = grad_filter * rows.weight.abs().amax()  # it is on gradients ahead of token weights and Z
     forward_, finish_ = _row_functions(options)
     parts = []
     for start in range(0, max(rows.count, 1), step):
@@ -198,11 +195,11 @@ def _chunk_loop(
                     x.mul_(slope)
         del slopes
         if tied and all(side.differentiated for side in sides):
-            _multiply_back(sides, buffer[: 2 * count], hidden, rows, part, threshold)
+            _multiply_back(sides, buffer[: 2 * count], hidden, rows, part, grad_filter)
         else:
             for i, side in enumerate(sides):
                 if side.differentiated:
-                    _multiply_back([side], logits[i], hidden[i : i + 1], rows, part, threshold)
+                    _multiply_back([side], logits[i], hidden[i : i + 1], rows, part, grad_filter)
     return concatenate(parts)
 
 
@@ -216,7 +213,7 @@ def _row_functions(options: LossOptions) -> tuple[Callable[..., Any], Callable[.
 
 
 def _multiply_back(
-    sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: Rows, part: slice, threshold: Tensor | None
+    sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: Rows, part: slice, grad_filter: float | None
 ) -> None:
     """From grad  # (sides * R, V) of one head to the hidden states of its sides and to the head itself."""
     head, count = sides[0].head, part.stop - part.start
@@ -227,10 +224,12 @@ def _multiply_back(
         return
     first, last = wanted[0], wanted[-1] + 1
     grad = grad[first * count : last * count]
-    product = (
-        head.hidden_gradient(grad) if threshold is None else head.filtered_hidden_gradient(grad, threshold)
-    )
-    for side, out in zip(sides[first:last], product.split(count), strict=True):
+    if grad_filter is None:
+        products = head.hidden_gradient(grad).split(count)
+    else:  # one side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size
+        scale = rows.weight.abs().amax()  # the filter is on gradients ahead of token weights and Z
+        products = [head.filtered_hidden_gradient(part, grad_filter, scale) for part in grad.split(count)]
+    for side, out in zip(sides[first:last], products, strict=True):
         assert side.grad is not None
         if rows.index is None:
             side.grad[part] = out

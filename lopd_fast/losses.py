@@ -192,9 +192,10 @@ def fused_linear_topk_tail_kl(
         student_bias, teacher_bias: (V,).
         logit_softcap: c, None for none.
         chunk_size: rows per chunk; None: as many as a byte budget holds.
-        grad_filter: None is exact. A threshold on |d(D - v delta) / d(h W^T + b)|, such as 1e-5: vocabulary columns
-            in which no row of a chunk passes it enter the hidden gradients by their mean alone, which skips most of
-            that product on a sharp model. Gradients of weights and biases stay exact.
+        grad_filter: None is exact. A threshold such as 1e-5 on |d(D - v delta) / d(h W^T + b)|, relative to its largest
+            value in a chunk where that is below 1: columns of the vocabulary in which no row passes it enter the hidden
+            gradients by their mean alone, which skips most of that product on a sharp model. Gradients of weights and
+            biases stay exact.
         process_group: weights and biases are shards (V_rank, H) along the vocabulary; hidden states are replicated
             and get the whole gradient.
 
