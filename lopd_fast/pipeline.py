@@ -96,7 +96,7 @@ class Pipeline:
 
             def hook(metrics: ColdStartMetrics | StepMetrics) -> None:
                 assert isinstance(metrics, ColdStartMetrics)
-                stage.advance(1, f"nll {metrics.nll:.3f}")
+                stage.advance(metrics.step - stage.done, f"nll {metrics.nll:.3f}")
 
             self.run.cold_start(hook)
         self._took("cold_start", started)

@@ -47,7 +47,7 @@ def demo(out: Path, *, seed: int, resume: bool, overrides: Sequence[str] = ()) -
         pipeline.distil()
         pipeline.evaluate_student("after")
     except Stopped:
-        stages.say(f"Stopped and saved. Go on with: lopd-fast demo --resume --out {out} --seed {seed}")
+        stages.say(f"Stopped and saved in {out}. Go on with the same command and --resume.")
         raise typer.Exit(130) from None
     student = pipeline.finish(f"Demo, seed {seed}")
     summary = summarise(pipeline, time.perf_counter() - started)
