@@ -243,7 +243,7 @@ def test_sampled_ids_are_kept_though_their_text_has_another_encoding():
 def test_equal_episodes_are_told_apart():
     """Two attempts at one task by a teacher: every field of the two compares equal, or is a tensor."""
     tasks = [tasks_of(1)[0]] * 3
-    latents = [torch.full((2, 32), 0.1)] * 3
+    latents = [torch.full((2, 32), 0.1) for _ in tasks]
     rollouts = engine_of().rollouts(
         tiny.model(), tiny.ParityEnvironment(2), tasks, GREEDY, seed=0, latents=latents
     )

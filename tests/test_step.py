@@ -171,7 +171,7 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 
 
 def test_warm_up_trains_phi_alone():
-    parts = moved_parts("objective.teacher_warmup=0.34", "train.steps=6")  # the first 3 of 6 steps
+    parts = moved_parts("objective.teacher_warmup=0.5", "train.steps=6")  # the first 3 of 6 steps
     trainer = trainer_of(parts)
     trained = []
     for _ in range(4):
@@ -207,7 +207,7 @@ def test_without_latents_the_teacher_sees_the_task_alone():
 
 
 def test_first_divergence_is_scheduled():
-    words = ["loss.first_divergence=forward_kl", "loss.first_share=0.34", "train.steps=6"]
+    words = ["loss.first_divergence=forward_kl", "loss.first_share=0.5", "train.steps=6"]
     parts = moved_parts(*words)
     trainer = trainer_of(parts)
     kinds = []
