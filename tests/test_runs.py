@@ -13,6 +13,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from lopd_fast import backbone
 from lopd_fast import build as building
 from lopd_fast.bank import Experience
 from lopd_fast.build import build, build_environment
@@ -345,6 +346,28 @@ def test_parts_are_built_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     bare.save_pretrained(folder)
     with pytest.raises(UserError, match="no chat template"):
         build(tiny.config(*words))
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_remote_code_is_one_switch(switch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[bool] = []
+
+    def encoder(*names: str, trust_remote_code: bool, **options: Any) -> tiny.HashEncoder:
+        asked.append(trust_remote_code)
+        return tiny.HashEncoder()
+
+    monkeypatch.setattr(building, "SentenceEncoder", encoder)
+    for kind in (backbone.AutoModelForCausalLM, backbone.AutoTokenizer):
+        inner = kind.from_pretrained
+
+        def load(*names: str, trust_remote_code: bool, inner: Any = inner, **options: Any) -> Any:
+            asked.append(trust_remote_code)
+            return inner(*names, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    words = [f"model.path={tiny.save_model(tmp_path)}", "model.dtype=float32", "environment.name=lookup"]
+    build(tiny.config(*words, *(["model.trust_remote_code=true"] if switch else [])))
+    assert asked == [switch] * 3
 
 
 def test_a_wrong_environment_is_said_before_anything_is_loaded():

@@ -146,13 +146,19 @@ def test_dual_update_values():
     assert dual_update(0.1, delta=1.0, margin=0.05, dual_lr=0.5) == 0.0
 
 
-def test_beta_follows_the_measured_margin():
+def test_a_step_reports_its_parts_and_beta_follows_the_margin():
     parts = moved_parts("objective.beta_init=0.7")
     expected = Restatement(parts, tiny.model()).step(ragged_rollouts(), beta=0.7)
     trainer = trainer_of(parts)
     metrics = trainer.update(ragged_rollouts())
     assert metrics.beta == 0.7 and metrics.delta == pytest.approx(expected.delta, rel=1e-5)
     assert metrics.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert metrics.kl == pytest.approx(expected.kl, rel=1e-5)
+    assert metrics.anchor == pytest.approx(expected.anchor, rel=1e-5)
+    assert metrics.student_mass == pytest.approx(expected.student_mass, rel=1e-5)
+    assert metrics.teacher_mass == pytest.approx(expected.teacher_mass, rel=1e-5)
+    assert metrics.entropy == pytest.approx(expected.surprise, rel=1e-5)
+    assert (metrics.tokens, metrics.response_tokens, metrics.reward) == (18, 21 / 5, 0.45)
     assert trainer.beta == pytest.approx(max(0.0, 0.7 + 0.5 * (0.05 - expected.delta)), rel=1e-6)
 
 
