@@ -104,8 +104,9 @@ class Backbone(nn.Module):
         self._lora_layers: list[LoraLayer] = []
         self._trainable: list[nn.Parameter] = []
         self._fixed: list[nn.Parameter] = []
+        self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            self._checkpoint(model)
+            checkpoint_layers(model, lambda: (nullcontext(), self.role(self.role_name)))
 
     def add_adapter(self, name: str, lora: LoraConfig, trainable: bool = True) -> None:
         """Put a LoRA named `name` on the seven projections (rank and alpha of `lora`); its B starts at 0."""
@@ -227,18 +228,18 @@ class Backbone(nn.Module):
             parameter.requires_grad_(False)
         self.role_name = name
 
-    def _checkpoint(self, model: PreTrainedModel) -> None:
-        """Non-reentrant checkpointing; its recomputation runs in the role that the forward ran in."""
 
-        def contexts() -> tuple[Any, Any]:
-            return nullcontext(), self.role(self.role_name)
-
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.training = (
-                    True  # transformers checkpoints in training mode only; a frozen backbone has no dropout
-                )
+def checkpoint_layers(model: PreTrainedModel, contexts: Callable[[], tuple[Any, Any]] | None = None) -> None:
+    """Non-reentrant checkpointing of every block; `contexts` gives the contexts of forward and recomputation."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if contexts is not None:
+        options["context_fn"] = contexts
+    model.gradient_checkpointing_enable(options)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = (
+                True  # transformers checkpoints in training mode only; the block's dropout stays off
+            )
 
 
 def embedding_table(model: PreTrainedModel) -> Tensor:

@@ -42,7 +42,7 @@ def build(config: Config) -> Parts:
     """
     environment = build_environment(config.environment)
     tokenizer = load_tokenizer(config.model)
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, config.model.template_options)
     bank = build_bank(config.retrieval, config.model.trust_remote_code)
     model = load_model(config.model)
     known, embedded = len(tokenizer), embedding_table(model).shape[0]  # pyright: ignore[reportArgumentType]

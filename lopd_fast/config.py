@@ -19,6 +19,7 @@ from lopd_fast.errors import UserError
 
 _strict = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+FREE_FORM = ("environment.options.", "model.template_options.")  # sections whose keys are not ours to know
 
 
 @checked(config=_strict)
@@ -38,6 +39,9 @@ class ModelConfig:
     device: str = "auto"
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    template_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the chat template: enable_thinking, ...
     trust_remote_code: bool = False  # the one switch, for model, tokenizer, config and encoder
 
 
@@ -244,8 +248,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _merge(tree: dict[str, Any], new: dict[str, Any], source: str, prefix: str = "") -> None:
-    """Lay `new` over `tree` in place; every key must exist already, except inside the free-form options."""
-    free = prefix.startswith("environment.options.")
+    """Lay `new` over `tree` in place; every key must exist already, except inside the free-form sections."""
+    free = prefix.startswith(FREE_FORM)
     for key, value in new.items():
         name = f"{prefix}{key}"
         if key not in tree and not free:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lopd_fast.backbone import Backbone, Head, copy_weights, head_of, plain_copy
+from lopd_fast.backbone import Backbone, Head, checkpoint_layers, copy_weights, head_of, plain_copy
 from lopd_fast.batch import Side
 from lopd_fast.config import StudentConfig
 
@@ -27,6 +27,8 @@ class Student:
         else:
             own = plain_copy(backbone.model, lambda: iter(backbone.model.state_dict().items()))
             self._own = own.float().requires_grad_(True)  # steps of 1e-5 vanish in bf16 weights
+            if backbone.gradient_checkpointing:
+                checkpoint_layers(self._own)
 
     def hidden(self, side: Side) -> Tensor:
         """Hidden states (N, H) at the supervised rows of the student's view."""

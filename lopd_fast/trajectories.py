@@ -8,7 +8,7 @@ from lopd_fast.batch import Rollout
 from lopd_fast.envs.base import Task
 from lopd_fast.errors import UserError
 
-FIELDS = ("task", "messages", "response_ids", "student_mask", "reward", "steps")
+FIELDS = ("task", "messages", "response_ids", "student_mask", "reward", "steps", "truncated")
 
 
 def save_trajectories(rollouts: Iterable[Rollout], path: Path) -> None:
@@ -24,6 +24,7 @@ def save_trajectories(rollouts: Iterable[Rollout], path: Path) -> None:
                 "student_mask": [int(mine) for mine in rollout.student_mask],
                 "reward": rollout.reward,
                 "steps": rollout.steps,
+                "truncated": rollout.truncated,
             }
             file.write(json.dumps(line) + "\n")
     temporary.replace(path)
@@ -49,6 +50,7 @@ def load_trajectories(path: Path) -> list[Rollout]:
                     [bool(mine) for mine in line["student_mask"]],
                     line["reward"],
                     line["steps"],
+                    truncated=line["truncated"],
                 )
             )
         except (ValueError, TypeError, KeyError) as error:

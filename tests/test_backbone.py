@@ -162,9 +162,12 @@ def step_gradients(*words: str) -> dict[str, Tensor]:
     return {name: value.grad for name, value in tiny.learning(parts).items() if value.grad is not None}
 
 
-def test_checkpointed_gradients_are_those_of_the_role_of_the_forward(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_checkpointed_gradients_are_those_of_the_role_of_the_forward(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+):
     """Student, encoder and teacher segments are all recomputed after the role has moved on."""
-    expected = step_gradients()
+    expected = step_gradients(f"student.mode={mode}")
     segments = []
     checkpoint = torch.utils.checkpoint.checkpoint
 
@@ -175,7 +178,7 @@ def test_checkpointed_gradients_are_those_of_the_role_of_the_forward(monkeypatch
     for module in list(sys.modules.values()):  # transformers holds the function under more than one name
         if getattr(module, "checkpoint", None) is checkpoint:
             monkeypatch.setattr(module, "checkpoint", counted)
-    found = step_gradients("model.gradient_checkpointing=true")
+    found = step_gradients("model.gradient_checkpointing=true", f"student.mode={mode}")
     assert len(segments) >= 3 * 2 and set(segments) == {False}  # 3 roles of 2 layers, none of them re-entrant
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -172,6 +172,8 @@ def test_options_of_the_environment_are_free(tmp_path: Path):
         "seed": 1000.0,
     }
     assert load_config(path, ["environment.options.tables=none"]).environment.options["tables"] == "none"
+    template = load_config(None, ["model.template_options.enable_thinking=false"]).model.template_options
+    assert template == {"enable_thinking": False}
 
 
 def test_round_trip_through_the_saved_file(tmp_path: Path):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +216,7 @@ def test_seeds_and_successes_are_the_first_experiences(tmp_path: Path):
     assert run.parts.backbone.role_name == "teacher"
 
     rollouts = load_trajectories(tmp_path / "trajectories.jsonl")
-    assert rollouts == [replace(rollout, truncated=False) for rollout in run.pool.values()]
+    assert rollouts == list(run.pool.values())
 
 
 class Impossible(tiny.ParityEnvironment):
@@ -270,12 +269,15 @@ def test_a_step_samples_every_task_as_often_as_asked():
 def test_trajectories_come_back_as_they_were(tmp_path: Path):
     rollouts = [tiny.rollout(1, [1, 0, 1], 1.0, text="zwölf ✓\u2028"), tiny.rollout(2, [1], 0.25)]
     rollouts[0].steps = [{"action": "a\nb", "observation": "é"}]
+    rollouts[1].truncated = True
     save_trajectories(rollouts, tmp_path / "t.jsonl")
     assert load_trajectories(tmp_path / "t.jsonl") == rollouts
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-@pytest.mark.parametrize("field", ["task", "messages", "response_ids", "student_mask", "reward", "steps"])
+@pytest.mark.parametrize(
+    "field", ["task", "messages", "response_ids", "student_mask", "reward", "steps", "truncated"]
+)
 def test_a_field_that_is_missing_is_named(field: str, tmp_path: Path):
     path = tmp_path / "t.jsonl"
     save_trajectories([tiny.rollout(1, [1], 1.0), tiny.rollout(2, [1], 1.0)], path)
@@ -334,6 +336,9 @@ def test_parts_are_built_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     with torch.no_grad(), built[0].student.policy() as policy:
         torch.testing.assert_close(policy(ids).logits, tiny.model()(ids).logits)
     assert len(built[0].bank) == 0 and isinstance(built[0].environment, LookupEnvironment)
+    plain = built[0].renderer.template_options
+    thinking = build(tiny.config(*words, "model.template_options.enable_thinking=true")).renderer
+    assert plain == {} and thinking.template_options == {"enable_thinking": True}
 
     wide = tiny.tokenizer()
     wide.add_tokens([f"<new{i}>" for i in range(50)])
