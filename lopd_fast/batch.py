@@ -99,3 +99,5 @@ class StepMetrics:
     seconds: float
     skipped: bool = False
     bank_size: int = 0
+    peak_mib: float = 0.0  # CUDA: of this step; CPU: of the process so far
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of each part of the step

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from lopd_fast.backbone import Backbone
 from lopd_fast.bank import Experience
@@ -76,17 +75,3 @@ def teacher_gap(
         logit_softcap=head.logit_softcap,
     )
     return float(result.loss)
-
-
-def student_rollouts(
-    model: PreTrainedModel,
-    engine: HFRollout,
-    environment: Environment,
-    tasks: Sequence[Task],
-    sampling: Sampling,
-    *,
-    seed: int,
-    progress: Progress | None = None,
-) -> list[Rollout]:
-    """The student acts as deployed: from the task alone."""
-    return engine.rollouts(model, environment, tasks, sampling, seed=seed, progress=progress)

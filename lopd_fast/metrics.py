@@ -44,8 +44,8 @@ class MetricsLog:
         self._file.flush()
         self._last = step
         if self._events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and name != "step" and math.isfinite(value):
+            for name, value in _scalars(values).items():
+                if name != "step":
                     self._events.add_scalar(name, value, step)
             self._events.flush()
 
@@ -96,6 +96,17 @@ def _line(values: Mapping[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers, those of an inner mapping under `its name/their name`."""
+    scalars: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            scalars |= _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            scalars[prefix + name] = value
+    return scalars
 
 
 def _replace(path: Path, metrics: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """A run from nothing to a trained student, in stages that can be stopped and resumed: explore, cold start, distil.
 
 Folder of a run: config.json, trajectories.jsonl and bank/ (after explore), cold_start/metrics.jsonl, metrics.jsonl,
-tensorboard/, checkpoints/, curves.png and student/ (at the end).
+tensorboard/, checkpoints/; at the end curves.png, report.html and student/.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from lopd_fast.explore import explore, keep, replay
 from lopd_fast.interrupt import StopRequest
 from lopd_fast.metrics import MetricsLog, read_metrics
 from lopd_fast.plots import plot_curves
+from lopd_fast.report import write_report
 from lopd_fast.rollout.hf import Progress
 from lopd_fast.rollout.sampling import Sampling
 from lopd_fast.trainer import Trainer
@@ -189,11 +190,14 @@ class Run:
         return trainer
 
     def finish(self, title: str = "LOPD") -> Path:
-        """Write the grown bank, the curves, and the student as a plain model folder; returns that folder."""
+        """Write the grown bank, curves and report, and the student as a plain model folder; returns that folder."""
         self.parts.bank.save(self.out / "bank")
         objective = self.config.objective
         curves = read_metrics(self.out / "metrics.jsonl")
         plot_curves(curves, self.out / "curves.png", margin=objective.margin, title=title)
+        write_report(
+            self.out / "report.html", curves, self.out / "curves.png", to_dict(self.config), title=title
+        )
         folder = self.out / "student"
         self.parts.student.save(folder, self.parts.renderer.tokenizer)
         return folder

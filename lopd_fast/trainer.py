@@ -7,7 +7,6 @@ Both gradients are taken at the same (theta, phi), so one teacher pass serves bo
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from lopd_fast.batch import Rollout, StepBatch, StepMetrics
 from lopd_fast.build import Parts
 from lopd_fast.checkpoint import optimizer_tensors, restore_optimizer
+from lopd_fast.clock import StepClock
 from lopd_fast.envs.base import Task
 from lopd_fast.explore import experience_of, successful
 from lopd_fast.losses import TopKTailKL, fused_linear_topk_tail_kl
@@ -62,6 +62,7 @@ class Trainer:
         self.step = 0
         self.beta = self.config.objective.beta_init
         self.skipped = 0
+        self.clock = StepClock(parts.backbone.device)
         self.theta = [parameter for _, parameter in parts.student.trainable()]
         self.phi = [parameter for _, parameter in parts.composer.trainable()["encoder"]]
         self.phi += [parameter for _, parameter in parts.composer.trainable()["qformer"]]
@@ -71,13 +72,15 @@ class Trainer:
 
     def run_step(self) -> StepMetrics:
         """One step; raises nothing for a non-finite loss or gradient: the step is skipped, counted and said."""
-        started = time.perf_counter()
-        rollouts = self.sample()
+        self.clock = StepClock(self.parts.backbone.device)
+        with self.clock.phase("rollout"):
+            rollouts = self.sample()
         metrics = self.update(rollouts)
         if self.config.retrieval.grow:
             self.parts.bank.add([experience_of(rollout) for rollout in successful(rollouts)])
         metrics.bank_size = len(self.parts.bank)
-        metrics.seconds = time.perf_counter() - started
+        metrics.phases, metrics.peak_mib = self.clock.seconds(), self.clock.peak_mib()
+        metrics.seconds = self.clock.total()
         return metrics
 
     def sample(self) -> list[Rollout]:
@@ -108,8 +111,9 @@ class Trainer:
         if tokens == 0:
             return self._skip(metrics, "no rollout of this step holds a token to learn from")
         totals = self.backward(kept)
-        self._read(totals, metrics, tokens)
-        self._step_optimizers(metrics)
+        with self.clock.phase("optimizers"):
+            self._read(totals, metrics, tokens)
+            self._step_optimizers(metrics)
         return metrics
 
     def backward(self, rollouts: Sequence[Rollout]) -> _Totals:
@@ -120,7 +124,8 @@ class Trainer:
         num_latents = sum(len(rollout.experiences) for rollout in rollouts) * num_queries
         totals = _Totals.zeros(self.parts.backbone.device)
         for group in micro_batches(rollouts, config.train.micro_batch_tokens, self.parts.renderer):
-            latents, anchors = self._latents(group)
+            with self.clock.phase("compose"):
+                latents, anchors = self._latents(group)
             counts = [latent.shape[0] for latent in latents]
             batch = pack_step(group, counts, self.parts.renderer).to(self.parts.backbone.device)
             result = self._distill(batch, latents, num_items)
@@ -129,7 +134,8 @@ class Trainer:
                 distance = anchor_sum(latents, anchors) / (num_latents * self.parts.backbone.hidden_size)
                 loss = loss + config.objective.anchor * distance
                 totals.anchor += distance.detach()
-            loss.backward()
+            with self.clock.phase("backward"):
+                loss.backward()
             self._add(totals, result, batch, loss)
         totals.loss += self.beta * config.objective.margin  # the constant of beta (m - Delta)
         return totals
@@ -165,29 +171,32 @@ class Trainer:
     def _distill(self, batch: StepBatch, latents: Sequence[Tensor], num_items: int) -> TopKTailKL:
         """Teacher and student forward, and the fused loss of both."""
         loss, student, backbone = self.config.loss, self.parts.student, self.parts.backbone
-        teacher = teacher_hidden(backbone, batch.teacher, latents)
-        hidden = student.hidden(batch.student)
+        with self.clock.phase("teacher"):
+            teacher = teacher_hidden(backbone, batch.teacher, latents)
+        with self.clock.phase("student"):
+            hidden = student.hidden(batch.student)
         head, teacher_head = student.head, backbone.head
         tied = head.weight is teacher_head.weight
-        return fused_linear_topk_tail_kl(
-            hidden,
-            head.weight,
-            teacher,
-            None if tied else teacher_head.weight,
-            student_bias=head.bias,
-            teacher_bias=None if tied else teacher_head.bias,
-            labels=batch.targets,
-            privilege_weight=self.beta * batch.advantages,
-            k=min(loss.k, head.weight.shape[0]),
-            support=loss.support,
-            divergence=self.divergence,
-            beta=loss.beta,
-            tail=loss.tail,
-            temperature=loss.temperature,
-            num_items=num_items,
-            logit_scale=head.logit_scale,
-            logit_softcap=head.logit_softcap,
-        )
+        with self.clock.phase("loss"):
+            return fused_linear_topk_tail_kl(
+                hidden,
+                head.weight,
+                teacher,
+                None if tied else teacher_head.weight,
+                student_bias=head.bias,
+                teacher_bias=None if tied else teacher_head.bias,
+                labels=batch.targets,
+                privilege_weight=self.beta * batch.advantages,
+                k=min(loss.k, head.weight.shape[0]),
+                support=loss.support,
+                divergence=self.divergence,
+                beta=loss.beta,
+                tail=loss.tail,
+                temperature=loss.temperature,
+                num_items=num_items,
+                logit_scale=head.logit_scale,
+                logit_softcap=head.logit_softcap,
+            )
 
     def _latents(self, rollouts: Sequence[Rollout]) -> tuple[list[Tensor], list[Tensor]]:
         """c_phi and c_phi0 of every rollout."""

@@ -15,7 +15,7 @@ from lopd_fast.bank import ExperienceBank
 from lopd_fast.batch import Rollout
 from lopd_fast.envs.base import Message, StepResult, Task
 from lopd_fast.envs.lookup import LookupEnvironment
-from lopd_fast.evaluation import pass_rate, student_rollouts
+from lopd_fast.evaluation import pass_rate
 from lopd_fast.explore import explore, replay, successful
 from lopd_fast.render import SLOT_HEADER, Renderer
 from lopd_fast.rollout.hf import HFRollout
@@ -317,7 +317,7 @@ def test_student_rollouts_are_from_the_task_alone():
     parts = tiny.parts()
     tasks = tasks_of(2)
     with parts.student.policy() as model:
-        rollouts = student_rollouts(model, parts.engine, parts.environment, tasks, GREEDY, seed=0)
+        rollouts = parts.engine.rollouts(model, parts.environment, tasks, GREEDY, seed=0)
     assert all(SLOT_HEADER[:10] not in message["content"] for r in rollouts for message in r.messages)
     assert ids_of(rollouts) == ids_of(
         engine_of().rollouts(tiny.model(), parts.environment, tasks, GREEDY, seed=0)

@@ -1,5 +1,6 @@
 """Whole runs: stopped, killed and resumed to the same bits; their folder; what they are built from and retrieve."""
 
+import base64
 import json
 import os
 import shutil
@@ -73,7 +74,8 @@ def outcome(out: Path) -> dict[str, Any]:
         lines[folder.name if folder != out else "distil"] = read_metrics(folder / "metrics.jsonl")
     for values in lines.values():
         for line in values:
-            line.pop("seconds")
+            for name in ("seconds", "phases", "peak_mib"):
+                line.pop(name, None)
     bank = sorted(path.name for path in (checkpoint.path / "bank").rglob("*"))
     files = {name: (checkpoint.path / "bank" / name).read_bytes() for name in bank if name != "bank"}
     return {"tensors": checkpoint.tensors, "state": checkpoint.state, "metrics": lines, "bank": files}
@@ -189,7 +191,13 @@ def test_finish_leaves_curves_and_a_plain_student(whole: Path, tmp_path: Path):
     assert run.restore() == "distil"
     run.distil(run.parts.environment.tasks("train", 5, 0))  # there is nothing left to do
     folder = run.finish()
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    picture = (out / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    page = (out / "report.html").read_text()
+    assert base64.b64encode(picture).decode() in page and "train.tasks_per_step" in page
+    assert all(
+        f"<td>{phase}</td>" in page for phase in ("rollout", "compose", "teacher", "student", "backward")
+    )
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad(), run.parts.student.policy() as policy:
         found = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(ids).logits

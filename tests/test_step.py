@@ -162,6 +162,15 @@ def test_a_step_reports_its_parts_and_beta_follows_the_margin():
     assert trainer.beta == pytest.approx(max(0.0, 0.7 + 0.5 * (0.05 - expected.delta)), rel=1e-6)
 
 
+def test_a_step_says_where_its_time_went():
+    trainer = trainer_of(moved_parts())
+    metrics = trainer.run_step()
+    phases = {"rollout", "compose", "teacher", "student", "loss", "backward", "optimizers"}
+    assert metrics.phases.keys() == phases and all(seconds > 0 for seconds in metrics.phases.values())
+    assert sum(metrics.phases.values()) <= metrics.seconds
+    assert metrics.peak_mib > 50  # torch alone takes more
+
+
 def test_anchor_sum_values():
     latents = [torch.tensor([[1.0, 2.0]]), torch.zeros(0, 2), torch.tensor([[0.0, 3.0]])]
     anchors = [torch.tensor([[0.0, 2.0]]), torch.zeros(0, 2), torch.tensor([[0.0, 1.0]])]

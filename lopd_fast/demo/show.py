@@ -53,7 +53,10 @@ def demo(out: Path, *, seed: int, resume: bool, overrides: Sequence[str] = ()) -
     summary = summarise(pipeline, time.perf_counter() - started)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     show(pipeline, stages, summary)
-    stages.say(f"Curves: {out / 'curves.png'}   Numbers: {out / 'summary.json'}   Student: {student}")
+    stages.say(
+        f"Report: {out / 'report.html'}   Curves: {out / 'curves.png'}   Numbers: {out / 'summary.json'}   "
+        f"Student: {student}"
+    )
     stages.say(
         f'Next, search the bank that it grew:  lopd-fast bank search {out / "bank"} "{pipeline.heldout[0].text}"'
     )
