@@ -131,3 +131,9 @@ def test_ablation_trains_each_variant_and_prints_one_table(tmp_path: Path) -> No
     rows = json.loads((tmp_path / "ablation.json").read_text())
     assert set(rows) == {"no latents", "frozen composer", "shuffled retrieval"}
     assert all(row[0]["kl"] >= 0 for row in rows.values())
+    starts = {
+        name: (tmp_path / f"{name.replace(' ', '-')}-0" / "cold_start" / "metrics.jsonl").read_text()
+        for name in rows
+    }
+    assert starts["no latents"] == starts["frozen composer"]  # to the second: one cold start, copied
+    assert starts["no latents"] != starts["shuffled retrieval"]
