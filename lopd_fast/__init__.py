@@ -14,15 +14,21 @@ _HOME = {
     "TopKTailKL": "losses",
     "topk_tail_kl": "losses",
     "fused_linear_topk_tail_kl": "losses",
+    "TopKTailKLLoss": "loss_modules",
+    "FusedLinearTopKTailKLLoss": "loss_modules",
+    "served_topk": "served",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from lopd_fast.errors import UserError as UserError
+    from lopd_fast.loss_modules import FusedLinearTopKTailKLLoss as FusedLinearTopKTailKLLoss
+    from lopd_fast.loss_modules import TopKTailKLLoss as TopKTailKLLoss
     from lopd_fast.losses import TopKTailKL as TopKTailKL
     from lopd_fast.losses import fused_linear_topk_tail_kl as fused_linear_topk_tail_kl
     from lopd_fast.losses import topk_tail_kl as topk_tail_kl
+    from lopd_fast.served import served_topk as served_topk
 
 
 def __getattr__(name: str) -> Any:
