@@ -7,6 +7,7 @@ Both gradients are taken at the same (theta, phi), so one teacher pass serves bo
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,23 @@ class _Totals:
     @classmethod
     def zeros(cls, device: torch.device) -> "_Totals":
         return cls(*torch.zeros(7, device=device).unbind())
+
+
+def spread_groups(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """The tasks in random order, each group's spread evenly over it.
+
+    A step that holds more of one group than of another moves the student towards that group's answers, and the next
+    step back: noise on what tells the groups apart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = [tasks[index] for index in torch.randperm(len(tasks), generator=generator).tolist()]
+    sizes = Counter(task.group for task in tasks)
+    seen: Counter[str] = Counter()
+    places = []
+    for task in shuffled:
+        places.append((seen[task.group] + 0.5) / sizes[task.group])
+        seen[task.group] += 1
+    return [shuffled[index] for index in sorted(range(len(tasks)), key=lambda index: places[index])]
 
 
 class Trainer:
@@ -216,13 +234,12 @@ class Trainer:
         return [rollouts[index] for index in kept]
 
     def _tasks_of(self, step: int) -> list[Task]:
-        """Tasks of a step: the task list shuffled anew for every pass over it, from the seed alone."""
+        """Tasks of a step: the task list in a new order for every pass over it, from the seed alone."""
         count = self.config.train.tasks_per_step
         chosen = []
         for position in range(step * count, (step + 1) * count):
             epoch, offset = divmod(position, len(self.tasks))
-            generator = torch.Generator().manual_seed(self.config.train.seed * 1_000_003 + epoch)
-            chosen.append(self.tasks[int(torch.randperm(len(self.tasks), generator=generator)[offset])])
+            chosen.append(spread_groups(self.tasks, self.config.train.seed * 1_000_003 + epoch)[offset])
         return chosen
 
     def _step_optimizers(self, metrics: StepMetrics) -> None:
