@@ -114,8 +114,8 @@ class OptimConfig:
     qformer_lr: float | None = Field(default=None, gt=0)  # None: lr
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    decay_share: float = Field(default=0.0, ge=0, le=1)  # last share of the steps, over which rates fall to 0
 
 
 @checked(config=_strict)

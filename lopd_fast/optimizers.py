@@ -23,9 +23,10 @@ def composer_optimizer(composer: Composer, config: OptimConfig) -> torch.optim.A
 
 
 def schedule_factor(config: OptimConfig, step: int, steps: int) -> float:
-    """Factor of the learning rates at `step` (from 0) of `steps`: warm-up, then constant or linear decay."""
+    """Factor of the learning rates at `step` (from 0) of `steps`: linear warm-up, constant, linear decay to 0."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    return warm * (1.0 - step / steps) if config.schedule == "linear" else warm
+    left = 1.0 - step / steps
+    return warm * min(1.0, left / config.decay_share) if config.decay_share else warm
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, factor: float) -> None:

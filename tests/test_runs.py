@@ -34,7 +34,7 @@ WORDS = [
     *["train.steps=6", "cold_start.steps=4", "train.checkpoint_every=2", "train.keep_checkpoints=9"],
     *["loss.first_divergence=forward_kl", "loss.first_share=0.4", "objective.teacher_warmup=0.2"],
     *[
-        "optim.schedule=linear",
+        "optim.decay_share=1",
         "optim.warmup_steps=2",
         "objective.beta_init=0.3",
         "objective.dual_lr=0.05",

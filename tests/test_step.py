@@ -132,8 +132,10 @@ def test_update_clips_each_side_and_steps_each_part_at_its_own_rate():
 
 
 def test_schedules_of_the_learning_rate():
-    optim = tiny.config("optim.schedule=linear", "optim.warmup_steps=1").optim
+    optim = tiny.config("optim.decay_share=1", "optim.warmup_steps=1").optim
     assert [schedule_factor(optim, step, 4) for step in range(4)] == [0.5, 0.75, 0.5, 0.25]
+    optim = tiny.config("optim.decay_share=0.5").optim
+    assert [schedule_factor(optim, step, 8) for step in range(8)] == [1.0] * 5 + [0.75, 0.5, 0.25]
     assert [schedule_factor(tiny.config().optim, step, 4) for step in range(4)] == [1.0] * 4
 
 
