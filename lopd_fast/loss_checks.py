@@ -59,8 +59,8 @@ def float_tensor(name: str, x: Any) -> None:
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None and isinstance(x, dtensor.DTensor):
         raise TypeError(
-            f"{name} is a DTensor of shape {tuple(x.shape)}: pass full_tensor(), or its to_local() shard along the "
-            "vocabulary together with process_group"
+            f"{name} is a DTensor of shape {tuple(x.shape)}: under FSDP2 call unshard() on the module that holds it, "
+            "under tensor parallelism pass its to_local() shard along the vocabulary together with process_group"
         )
     if not x.is_floating_point():
         raise TypeError(f"{name} must be floating point, not {x.dtype}")
