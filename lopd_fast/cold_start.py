@@ -74,9 +74,8 @@ class ColdStart:
     def run_step(self) -> ColdStartMetrics:
         """One step on a random batch; a non-finite loss or gradient skips it."""
         started = time.perf_counter()
-        size = min(self.config.batch_size, len(self.examples))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
-        chosen = torch.randperm(len(self.examples), generator=generator)[:size].tolist()
+        groups = [rollout.task.group for rollout, _ in self.examples]
+        chosen = draw_evenly(groups, self.config.batch_size, self.seed * 1_000_003 + self.step)
         loss = self.nll([self.examples[index] for index in chosen])
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.optim.clip))
@@ -101,6 +100,24 @@ class ColdStart:
         )
         hidden = teacher_hidden(self.backbone, batch.teacher, latents)
         return linear_nll(hidden, self.backbone.head, batch.targets)
+
+
+def draw_evenly(groups: Sequence[str], count: int, seed: int) -> list[int]:
+    """Random positions in `groups`, at most `count`, none twice, the groups taking turns until one has no more.
+
+    A group that had few successes so counts as much as one that had many: else the composer learns the answers of the
+    latter, whatever the experience says.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    left: dict[str, list[int]] = {}
+    for index in torch.randperm(len(groups), generator=generator).tolist():
+        left.setdefault(groups[index], []).append(index)
+    turns = list(left.values())
+    drawn: list[int] = []
+    while turns and len(drawn) < count:
+        drawn += [turn.pop() for turn in turns][: count - len(drawn)]
+        turns = [turn for turn in turns if turn]
+    return drawn
 
 
 def linear_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:

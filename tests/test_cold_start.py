@@ -14,7 +14,7 @@ from lopd_fast.bank import Experience
 from lopd_fast.batch import Rollout
 from lopd_fast.build import Parts
 from lopd_fast.checkpoint import optimizer_tensors
-from lopd_fast.cold_start import ColdStart, linear_nll
+from lopd_fast.cold_start import ColdStart, draw_evenly, linear_nll
 from lopd_fast.errors import UserError
 
 
@@ -149,6 +149,17 @@ def test_batches_follow_the_seed_and_the_step():
     first = read(0, 4)
     assert first == read(0, 4) and first != read(1, 4)
     assert all(len(set(batch)) == 2 for batch in first) and len({tuple(batch) for batch in first}) > 1
+
+
+def test_groups_take_turns_until_one_has_no_more():
+    groups = list("aaaaaaaaaaaabbb")
+    draws = [draw_evenly(groups, 6, seed) for seed in range(30)]
+    assert all(sorted(groups[i] for i in drawn) == list("aaabbb") and len(set(drawn)) == 6 for drawn in draws)
+    assert {i for drawn in draws for i in drawn} == set(range(15)) and draws[1] == draw_evenly(groups, 6, 1)
+    assert sorted(groups[i] for i in draw_evenly(groups, 9, 0)) == list("aaaaaabbb")
+    assert sorted(draw_evenly(groups, 99, 0)) == list(range(15))
+    few = [draw_evenly(list("abcd"), 2, seed) for seed in range(30)]
+    assert all(len(set(drawn)) == 2 for drawn in few) and {i for drawn in few for i in drawn} == {0, 1, 2, 3}
 
 
 def test_a_step_that_is_not_finite_is_skipped():
