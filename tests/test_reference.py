@@ -58,7 +58,7 @@ def test_topk_reverse_kl_of_sure_models() -> None:
     leaves = [listed(x, ids).requires_grad_() for x in (student, teacher)]
     total, _ = topk_reverse_kl(*leaves)
     total.backward()
-    assert abs(total.item() - reference_kl(*[x.detach() for x in leaves]).sum().item()) < 1e-3
+    assert abs(total.item() - reference_kl(leaves[0].detach(), leaves[1].detach()).sum().item()) < 1e-3
     assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
 
 
@@ -209,12 +209,15 @@ def test_rollout_loss_refuses() -> None:
         global_tokens=10,
         n_rollouts=2,
     )
-    rows = (step.student(0), step.head, hidden, step.frozen_head)
+    student, head, frozen, labels = step.student(0), step.head, step.frozen_head, step.labels[0]
     with pytest.raises(ValueError, match=r"\(7,\).*\(6,\)"):  # the reference would cut the longer side
-        rollout_loss(rows[0], rows[1], hidden[1:], rows[3], step.labels[0], **arguments)
+        rollout_loss(student, head, hidden[1:], frozen, labels, **arguments)
     with pytest.raises(ValueError, match="no supervised tokens"):
-        rollout_loss(rows[0][:0], rows[1], hidden[:0], rows[3], step.labels[0][:0], **arguments)
-    with pytest.raises(ValueError, match=r"latents.*\(3, 8\).*\(2, 8\)"):
-        rollout_loss(*rows, step.labels[0], **arguments | {"anchor_latents": step.anchors[1:]})
+        rollout_loss(student[:0], head, hidden[:0], frozen, labels[:0], **arguments)
     with pytest.raises(ValueError, match="-100"):
-        rollout_loss(*rows, step.labels[0].index_fill(0, torch.tensor([2]), -100), **arguments)
+        rollout_loss(
+            student, head, hidden, frozen, labels.index_fill(0, torch.tensor([2]), -100), **arguments
+        )
+    arguments["anchor_latents"] = step.anchors[1:]
+    with pytest.raises(ValueError, match=r"latents.*\(3, 8\).*\(2, 8\)"):
+        rollout_loss(student, head, hidden, frozen, labels, **arguments)

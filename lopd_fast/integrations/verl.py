@@ -7,7 +7,6 @@ the one that verl serves: `teacher_ids` and `teacher_logprobs`, `distillation_lo
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -31,24 +30,23 @@ def register() -> None:
     Every process of a run needs it, Ray's workers too: `lopd_fast.integrations.verl_plugin` is for that.
 
     Raises:
-        ImportError: if the installed verl has no registry of distillation losses.
+        ImportError: if there is no verl, or one without a registry of distillation losses.
     """
     try:
         from verl.trainer.distillation import losses  # pyright: ignore[reportMissingImports]
 
-        settings = losses.DistillationLossSettings(names=list(DIVERGENCES), use_topk=True)
-        for mode in DIVERGENCES:
-            losses.DISTILLATION_LOSS_REGISTRY[mode] = final_losses
-            losses.DISTILLATION_SETTINGS_REGISTRY[mode] = settings
         theirs = losses.compute_topk_loss
-    except AttributeError as error:
+        settings = losses.DistillationLossSettings(names=list(DIVERGENCES), use_topk=True)
+        registries = losses.DISTILLATION_LOSS_REGISTRY, losses.DISTILLATION_SETTINGS_REGISTRY
+    except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"this verl has no distillation losses to add to ({error}): verl>=0.9 does"
+            f"no verl with distillation losses to add to ({error}): install verl>=0.9"
         ) from error
-    if getattr(theirs, "knows_topk_tail", False):
+    for registry, value in zip(registries, (final_losses, settings), strict=True):
+        registry.update(dict.fromkeys(DIVERGENCES, value))
+    if theirs.__module__ == __name__:  # ours already
         return
 
-    @functools.wraps(theirs)
     def compute_topk_loss(
         config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
     ) -> Any:
@@ -56,7 +54,6 @@ def register() -> None:
             return token_losses(config, distillation_config, data, student_logits, data_format)
         return theirs(config, distillation_config, data, student_logits, data_format)
 
-    compute_topk_loss.knows_topk_tail = True  # pyright: ignore[reportFunctionMemberAccess]
     losses.compute_topk_loss = compute_topk_loss
 
 
