@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,23 +39,23 @@ class Head:
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of the model folder."""
-    _check_folder(config.path)
-    return AutoTokenizer.from_pretrained(
-        config.path, trust_remote_code=config.trust_remote_code, local_files_only=True
-    )
+    with _loading("tokenizer", config.path):
+        return AutoTokenizer.from_pretrained(
+            Path(config.path).expanduser(), trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """The causal language model of a folder, on its device and in its dtype, frozen and in evaluation mode."""
-    _check_folder(config.path)
     device = pick_device(config.device)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.path,
-        dtype=pick_dtype(config.dtype, device),
-        attn_implementation=config.attention,
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=True,
-    )
+    with _loading("model", config.path):
+        model = AutoModelForCausalLM.from_pretrained(
+            Path(config.path).expanduser(),
+            dtype=pick_dtype(config.dtype, device),
+            attn_implementation=config.attention,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        )
     nn.Module.to(model, device)  # the class's own `to` hides its signature from type checkers
     return model.requires_grad_(False).eval()
 
@@ -63,7 +64,12 @@ def pick_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"model.device={name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -84,13 +90,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return min(seconds, key=lambda dtype: seconds[dtype])
 
 
-def _check_folder(path: str) -> None:
+@contextmanager
+def _loading(what: str, path: str) -> Iterator[None]:
+    """Say in one sentence what cannot be loaded from the model folder."""
     if not path:
         raise UserError("No model is named; set model.path to the folder of a causal language model.")
-    if not Path(path, "config.json").is_file():
+    if not Path(path, "config.json").expanduser().is_file():
         raise UserError(
             f"There is no model at {path} (no config.json in it); set model.path to a folder with one."
         )
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"The {what} at {path} cannot be loaded: {reason}") from error
 
 
 class Backbone(nn.Module):

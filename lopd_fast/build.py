@@ -1,6 +1,8 @@
 """Builds the parts of a run from its configuration; what can be refused is refused here, before work starts."""
 
 import difflib
+import importlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,29 +56,47 @@ def build(config: Config) -> Parts:
     torch.manual_seed(config.train.seed)
     backbone = Backbone(model, config.model.gradient_checkpointing)
     student = Student(backbone, config.student, config.rollout.merge_lora)
-    composer = Composer(backbone, tokenizer, config.composer)
+    try:
+        composer = Composer(backbone, tokenizer, config.composer)
+    except ValueError as error:
+        raise UserError(f"The composer cannot be built: {error}") from None
     engine = HFRollout(renderer, config.rollout)
     return Parts(config, backbone, renderer, student, composer, bank, engine, environment)
 
 
 def build_bank(config: RetrievalConfig, trust_remote_code: bool = False) -> ExperienceBank:
-    """The bank that the configuration names, or an empty one for the run's own successes."""
+    """The bank that the configuration names, or an empty one for the run's own successes.
+
+    A bank's own encoder and prompts hold where the configuration names none.
+    """
+    if config.bank and not (config.query_prompt or config.document_prompt):
+        return ExperienceBank.load(
+            Path(config.bank).expanduser(), config.encoder, trust_remote_code=trust_remote_code
+        )
     encoder = SentenceEncoder(
         *([config.encoder] if config.encoder else []),
         query_prompt=config.query_prompt or None,
         document_prompt=config.document_prompt or None,
         trust_remote_code=trust_remote_code,
     )
-    if config.bank:
-        return ExperienceBank.load(Path(config.bank), encoder)
-    return ExperienceBank(encoder)
+    return (
+        ExperienceBank.load(Path(config.bank).expanduser(), encoder)
+        if config.bank
+        else ExperienceBank(encoder)
+    )
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """The environment by its name, with its options."""
+    """The environment by its name, or by `module:Class`, with its options."""
+    if ":" in config.name:
+        return _own_environment(config)
     if config.name not in ENVIRONMENTS:
         near = difflib.get_close_matches(config.name, ENVIRONMENTS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"the environments are {', '.join(ENVIRONMENTS)}."
+        hint = (
+            f"did you mean '{near[0]}'?"
+            if near
+            else f"the environments are {', '.join(ENVIRONMENTS)}, and module:Class."
+        )
         raise UserError(f"There is no environment '{config.name}'; {hint}")
     try:
         if config.name == "staff_database":
@@ -92,3 +112,25 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         return ReasoningGymEnvironment(**config.options)
     except TypeError as error:
         raise UserError(f"environment.options do not fit {config.name}: {error}.") from None
+
+
+def _own_environment(config: EnvironmentConfig) -> Environment:
+    """An environment of the user's: a class, or any callable, in a module that Python finds from here."""
+    module, _, name = config.name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"The environment {config.name} cannot be imported: {error}.") from None
+    finally:
+        sys.path.remove("")
+    try:
+        environment = make(**config.options)
+    except TypeError as error:
+        raise UserError(f"environment.options do not fit {config.name}: {error}.") from None
+    lacking = [part for part in ("name", "max_turns", "tasks", "start") if not hasattr(environment, part)]
+    if lacking:
+        raise UserError(
+            f"The environment {config.name} lacks {', '.join(lacking)}; see lopd_fast/envs/base.py for the protocol."
+        )
+    return environment

@@ -86,7 +86,7 @@ class RetrievalConfig:
 class EnvironmentConfig:
     """Which environment, and what it is built with."""
 
-    name: str = ""
+    name: str = ""  # one of ours, or module:Class of your own
     options: dict[str, Any] = field(default_factory=dict)
     train_tasks: int = Field(default=256, ge=1)
     heldout_tasks: int = Field(default=64, ge=1)
@@ -174,7 +174,7 @@ class TrainConfig:
     micro_batch_tokens: int = Field(default=40_960, ge=1)
     checkpoint_every: int = Field(default=20, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     out: str = "runs/lopd"
 
 
@@ -231,7 +231,9 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as JSON (which YAML readers read too)."""
-    path.write_text(json.dumps(to_dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(to_dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

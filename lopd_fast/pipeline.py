@@ -13,7 +13,8 @@ from lopd_fast.batch import Rollout, StepMetrics
 from lopd_fast.build import Parts
 from lopd_fast.cold_start import ColdStartMetrics
 from lopd_fast.console import Stages
-from lopd_fast.envs.base import Task
+from lopd_fast.envs.base import Task, check_tasks
+from lopd_fast.errors import UserError
 from lopd_fast.evaluation import pass_rate, teacher_gap, teacher_rollouts
 from lopd_fast.explore import successful
 from lopd_fast.retrieval import retrieve
@@ -33,7 +34,20 @@ class Results:
     def load(self) -> None:
         """Read the results of the run that is resumed."""
         if self.path.is_file():
-            self.values = json.loads(self.path.read_text(encoding="utf-8"))
+            try:
+                self.values = json.loads(self.path.read_text(encoding="utf-8"))
+            except ValueError:
+                raise UserError(
+                    f"{self.path} is not JSON: delete it, and its evaluations are made again."
+                ) from None
+
+    def forget(self, prefix: str) -> None:
+        """Drop the results whose names start so; they were of an earlier student."""
+        stale = [name for name in self.values if name.startswith(prefix)]
+        for name in stale:
+            del self.values[name]
+        if stale:
+            self._save()
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result `name`, computed and saved if it is not known."""
@@ -44,6 +58,9 @@ class Results:
     def put(self, name: str, value: Any) -> None:
         """Save a result."""
         self.values[name] = value
+        self._save()
+
+    def _save(self) -> None:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.values, indent=2) + "\n", encoding="utf-8")
         temporary.replace(self.path)
@@ -61,6 +78,8 @@ class Pipeline:
         environment, train = parts.environment, self.config.train
         self.heldout = environment.tasks("heldout", self.config.environment.heldout_tasks, train.seed)
         self.train_tasks = environment.tasks("train", self.config.environment.train_tasks, train.seed)
+        check_tasks(self.heldout, "heldout", environment.name)
+        check_tasks(self.train_tasks, "train", environment.name)
 
     def open(self, resume: bool) -> bool:
         """Prepare the run's folder; True if it goes on from a checkpoint."""
@@ -110,6 +129,7 @@ class Pipeline:
 
             def hook(metrics: ColdStartMetrics | StepMetrics) -> None:
                 assert isinstance(metrics, StepMetrics)
+                self.results.forget("student_after")
                 stage.advance(
                     metrics.step - stage.done,
                     f"reward {metrics.reward:.2f}  kl {metrics.kl:.3f}  "

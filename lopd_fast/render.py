@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lopd_fast.envs.base import Message
@@ -30,6 +31,10 @@ class Renderer:
             raise UserError(
                 f"The tokenizer at {self.tokenizer.name_or_path} has no chat template; use an instruct model or add a "
                 "chat_template.jinja to its folder."
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(
+                f"The tokenizer at {self.tokenizer.name_or_path} has no end-of-text token (eos_token)."
             )
 
     def prompt(self, messages: Sequence[Message], num_latents: int = 0) -> tuple[list[int], int]:
@@ -92,9 +97,15 @@ class Renderer:
         return self._ids(self._text([*action, *turns], generate=bool(turns)).partition(SLOT)[2])
 
     def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-            list(messages), tokenize=False, add_generation_prompt=generate, **self.template_options
-        )
+        try:
+            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                list(messages), tokenize=False, add_generation_prompt=generate, **self.template_options
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"The chat template of {self.tokenizer.name_or_path} cannot render messages of {roles}: {error}."
+            ) from None
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids  # pyright: ignore[reportReturnType]

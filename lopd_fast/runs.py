@@ -5,6 +5,7 @@ tensorboard/, checkpoints/; at the end curves.png, report.html and student/.
 """
 
 import dataclasses
+import fcntl
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from torch import Tensor
 from lopd_fast.batch import Rollout, StepMetrics
 from lopd_fast.build import Parts
 from lopd_fast.checkpoint import (
-    latest_checkpoint,
     latest_good,
     optimizer_tensors,
     restore_optimizer,
@@ -62,19 +62,36 @@ class Run:
         """Prepare the folder. Returns whether there is a checkpoint to go on from.
 
         Raises:
-            UserError: the folder holds a run that was not asked to be resumed, or one of another configuration.
+            UserError: the folder holds a run that was not asked to be resumed, or one of another configuration, or no
+                run where one is to be resumed, or a run that is in progress.
         """
         saved = self.out / "config.json"
-        found = latest_checkpoint(self.checkpoints) is not None
+        if resume and not saved.is_file():
+            raise UserError(
+                f"There is no run to go on with in {self.out} (no config.json); check train.out or --out."
+            )
+        before = _saved_config(saved)
+        found = latest_good(self.checkpoints) is not None
         if not resume and found:
             raise UserError(
                 f"{self.out} holds an earlier run; go on with it by --resume, or choose another folder (train.out=...)."
             )
         if resume and found:
-            _check_same(json.loads(saved.read_text(encoding="utf-8")), to_dict(self.config), self.out)
+            _check_same(before, to_dict(self.config), self.out)
         self.out.mkdir(parents=True, exist_ok=True)
+        self._lock()
         save_config(self.config, saved)
         return resume and found
+
+    def _lock(self) -> None:
+        """Hold the folder for this process until it ends."""
+        self._held = (self.out / ".lock").open("w")
+        try:
+            fcntl.lockf(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f"Another process is at work in {self.out}; wait for it, or choose another folder."
+            ) from None
 
     # --- explore ----------------------------------------------------------------------------------------------
 
@@ -187,6 +204,10 @@ class Run:
                     self._save_trainer(trainer)
                 if stop.requested and trainer.step < train.steps:
                     raise Stopped
+        if trainer.skipped == train.steps:
+            raise UserError(
+                f"All {train.steps} steps were skipped, so the student has learned nothing; the lines above say why."
+            )
         return trainer
 
     def finish(self, title: str = "LOPD") -> Path:
@@ -245,6 +266,21 @@ class Run:
             extra=lambda folder: self.parts.bank.save(folder / "bank"),
             keep=self.config.train.keep_checkpoints,
         )
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    """The configuration of an earlier run, {} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if not {"model", "train"} <= saved.keys():
+            raise ValueError
+    except (ValueError, AttributeError):
+        raise UserError(
+            f"{path} is not the configuration of a run; choose another folder, or delete it."
+        ) from None
+    return saved
 
 
 def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:

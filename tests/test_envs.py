@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopd_fast.envs import lookup
-from lopd_fast.envs.base import Environment, Task
+from lopd_fast.envs.base import Environment, StepResult, Task, check_result, check_tasks
 from lopd_fast.envs.lookup import LookupEnvironment
 from lopd_fast.envs.reasoning_gym import (
     _ANSWERS_EVALUATED_BY_SCORER,
@@ -368,3 +368,28 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"pip install lopd-fast\[envs\]"):
         ReasoningGymEnvironment("chain_sum")
+
+
+# --- what an environment must not give ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([], "mine has no tasks for the split train"),
+        ([Task("a", "x"), Task("b", " \n")], "Task 'b' of the environment mine has no text"),
+        ([Task("a", "x", "", {"seen": {1, 2}})], "Task.data of the environment mine must be plain JSON"),
+    ],
+)
+def test_tasks_that_cannot_be_used(tasks: list[Task], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_tasks(tasks, "train", "mine")
+
+
+@pytest.mark.parametrize("reward", [5.0, -0.1, float("nan"), float("inf")])
+def test_a_reward_is_a_number_from_0_to_1(reward: float) -> None:
+    with pytest.raises(UserError, match=r"task 'a' gave the reward .*, which must be in \[0, 1\]"):
+        check_result(StepResult("", reward, True), Task("a", "x"))
+    check_result(StepResult("", reward, False), Task("a", "x"))  # counts when done alone
+    with pytest.raises(UserError, match="task 'a' returned a tuple, not a StepResult"):
+        check_result(("", 1.0, True), Task("a", "x"))

@@ -1,16 +1,20 @@
 """Whole runs: stopped, killed and resumed to the same bits; their folder; what they are built from and retrieve."""
 
 import base64
+import gc
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lopd_fast import backbone
@@ -20,10 +24,12 @@ from lopd_fast.build import build, build_environment
 from lopd_fast.checkpoint import latest_good, load_checkpoint
 from lopd_fast.cold_start import ColdStartMetrics
 from lopd_fast.config import EnvironmentConfig
+from lopd_fast.console import Stages
 from lopd_fast.envs.base import Environment, Task
 from lopd_fast.envs.lookup import LookupEnvironment
 from lopd_fast.errors import UserError
 from lopd_fast.metrics import read_metrics
+from lopd_fast.pipeline import Pipeline, Results
 from lopd_fast.retrieval import retrieve
 from lopd_fast.runs import Run, StepHook, Stopped
 from lopd_fast.trainer import Trainer, spread_groups
@@ -180,7 +186,66 @@ def test_a_folder_is_not_mixed_up_with_another_run(whole: Path, tmp_path: Path):
         run_in(out, "loss.k=7").open(resume=True)
     longer = ["train.steps=9", "train.checkpoint_every=1", "train.keep_checkpoints=1"]
     assert run_in(out, *longer).open(resume=True)
-    assert not run_in(tmp_path / "new").open(resume=True)  # nothing to go on from is a start
+    with pytest.raises(UserError, match="There is no run to go on with in .*/new"):
+        run_in(tmp_path / "new").open(resume=True)
+    assert not (tmp_path / "new").exists()
+    run_in(tmp_path / "new").open(resume=False)
+    assert not run_in(tmp_path / "new").open(
+        resume=True
+    )  # killed before its first checkpoint: from the start
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"my": "own"}')
+    with pytest.raises(UserError, match="mine/config.json is not the configuration of a run"):
+        run_in(tmp_path / "mine").open(resume=False)
+    for file in out.glob("checkpoints/*/*.safetensors"):
+        file.write_bytes(b"x")
+    for resume in (True, False):
+        with pytest.raises(UserError, match="None of the . checkpoints in .* can be read"):
+            run_in(out, "optim.lr=0.123").open(resume)
+    assert "0.123" not in (out / "config.json").read_text()
+
+
+def test_two_processes_are_not_at_work_in_one_folder(tmp_path: Path):
+    run_in(tmp_path).open(resume=False)
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        gc.collect()  # the run above is over
+        other.stdout.readline()
+        with pytest.raises(UserError, match="Another process is at work in"):
+            run_in(tmp_path).open(resume=True)
+        other.stdin.write(b"\n")
+        other.stdin.close()
+    assert not run_in(tmp_path).open(resume=True)
+
+
+def test_a_longer_run_is_evaluated_anew(whole: Path, tmp_path: Path):
+    out = tmp_path / "copy"
+    shutil.copytree(whole, out)
+
+    def pipeline(*words: str) -> Pipeline:
+        found = Pipeline(run_in(out, *words).parts, Stages(Console(quiet=True)))
+        assert found.open(resume=True)
+        found.distil()
+        return found
+
+    first = pipeline()
+    first.evaluate_student("after")
+    assert "student_after_greedy" in pipeline().results.values  # no step was taken
+    assert "student_after_greedy" not in pipeline("train.steps=7").results.values
+    again = Results(out / "results.json")
+    again.load()
+    assert "student_after_greedy" not in again.values
+
+
+def test_a_run_that_could_take_no_step_is_not_a_success(tmp_path: Path):
+    run = run_in(tmp_path, "rollout.max_tokens=2")
+    run.open(resume=False)
+    tasks = run.parts.environment.tasks("train", 5, 0)
+    run.seed(tasks[:2])
+    with pytest.raises(UserError, match="All 6 steps were skipped"):
+        run.distil(tasks)
 
 
 def test_finish_leaves_curves_and_a_plain_student(whole: Path, tmp_path: Path):
@@ -361,6 +426,20 @@ def test_parts_are_built_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     thinking = build(tiny.config(*words, "model.template_options.enable_thinking=true")).renderer
     assert plain == {} and thinking.template_options == {"enable_thinking": True}
 
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (b"", weights[:200]):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(UserError, match="The model at .*/model cannot be loaded: "):
+            build(tiny.config(*words))
+    (folder / "model.safetensors").write_bytes(weights)
+    for word, said in (
+        ("model.device=cuda:9", "model.device=cuda:9 cannot be used here"),
+        ("model.device=foo", "model.device=foo cannot be used here"),
+        ("model.attention=foo", "The model at .* cannot be loaded: .*foo"),
+        ("composer.heads=7", "The composer cannot be built: .*7"),
+    ):
+        with pytest.raises(UserError, match=said):
+            build(tiny.config(*words, word))
     wide = tiny.tokenizer()
     wide.add_tokens([f"<new{i}>" for i in range(50)])
     wide.save_pretrained(folder)
@@ -394,6 +473,24 @@ def test_remote_code_is_one_switch(switch: bool, tmp_path: Path, monkeypatch: py
     words = [f"model.path={tiny.save_model(tmp_path)}", "model.dtype=float32", "environment.name=lookup"]
     build(tiny.config(*words, *(["model.trust_remote_code=true"] if switch else [])))
     assert asked == [switch] * 3
+
+
+def test_an_environment_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    name, max_turns = 'mine', 2\n    def __init__(self, size=1):\n        self.size = size\n"
+        "    def tasks(self, split, count, seed): ...\n    def start(self, task): ...\nclass Half:\n    name = 'half'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found: Any = build_environment(EnvironmentConfig("mine:Mine", {"size": 3}))
+    assert type(found).__name__ == "Mine" and found.size == 3 and "" not in sys.path
+    for name, options, said in (
+        ("mine:Mine", {"sise": 3}, "environment.options do not fit mine:Mine: .*sise"),
+        ("mine:Half", {}, "mine:Half lacks max_turns, tasks, start"),
+        ("mine:None_", {}, "mine:None_ cannot be imported: .*None_"),
+        ("absent:Mine", {}, "absent:Mine cannot be imported: No module named 'absent'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            build_environment(EnvironmentConfig(name, options))
 
 
 def test_a_wrong_environment_is_said_before_anything_is_loaded():

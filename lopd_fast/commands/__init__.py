@@ -1,5 +1,6 @@
 """The subcommands of lopd-fast, one file each, and the way they all report a mistake of the user."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,12 +19,15 @@ def user_errors() -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
+    except KeyboardInterrupt:
+        typer.echo("Stopped. What was saved is kept: go on with the same command and --resume.", err=True)
+        raise typer.Exit(130) from None
     except OSError as error:
-        if (
-            error.filename is None
-        ):  # a broken pipe and the like: no file to name, nothing for the user to mend
-            raise
-        message = f"{error.filename}: {error.strerror}"
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise  # a broken pipe and the like: no file to name, nothing for the user to mend
+        message = f"{error.filename or 'writing a file'}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            message += "; free some space and go on with --resume"
     else:
         return
     typer.echo(f"error: {' '.join(message.split())}", err=True)

@@ -93,7 +93,7 @@ def _opened(folder: Path, words: list[str], stages: "Stages") -> "Iterator[Pipel
 
     pipeline = Pipeline(build(_config(folder, words)), stages)
     try:
-        if not pipeline.open(resume=True):
+        if not pipeline.open(resume=(folder / "config.json").is_file()):
             pipeline.evaluate_student("before")
             pipeline.explore()
         yield pipeline

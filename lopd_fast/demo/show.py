@@ -33,6 +33,7 @@ def demo(out: Path, *, seed: int, resume: bool, overrides: Sequence[str] = ()) -
         stage.advance()
     words = [f"model.path={model}", f"train.out={out}", f"train.seed={seed}", *overrides]
     settings = load_config(SETTINGS, words)
+    out = Path(settings.train.out)
     pipeline = Pipeline(build(settings), stages)
     try:
         if not pipeline.open(resume):

@@ -5,9 +5,13 @@ text to `Episode.step`, and renders the observation as the next user turn. Which
 known to the rollout engine alone, because it sampled them.
 """
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from lopd_fast.errors import UserError
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -65,3 +69,38 @@ class Demonstrator(Protocol):
     def solution(self, task: Task) -> str:
         """An action that solves `task`."""
         ...
+
+
+def check_tasks(tasks: Sequence[Task], split: str, environment: str) -> None:
+    """Refuse what an environment must not give as tasks, before any work is done.
+
+    Raises:
+        UserError: no tasks, one with no text, two of one id, or data that JSON cannot hold.
+    """
+    if not tasks:
+        raise UserError(f"The environment {environment} has no tasks for the split {split}.")
+    blank = next((task for task in tasks if not task.text.strip()), None)
+    if blank is not None:
+        raise UserError(f"Task {blank.id!r} of the environment {environment} has no text.")
+    try:
+        json.dumps([dict(task.data) for task in tasks])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"Task.data of the environment {environment} must be plain JSON values: {error}."
+        ) from None
+
+
+def check_result(result: object, task: Task) -> None:
+    """Refuse what an episode must not return.
+
+    Raises:
+        UserError: not a StepResult, or a final reward outside [0, 1].
+    """
+    if not isinstance(result, StepResult):
+        raise UserError(
+            f"The episode of task {task.id!r} returned a {type(result).__name__}, not a StepResult."
+        )
+    if result.done and not (math.isfinite(result.reward) and 0.0 <= result.reward <= 1.0):
+        raise UserError(
+            f"The episode of task {task.id!r} gave the reward {result.reward}, which must be in [0, 1]."
+        )

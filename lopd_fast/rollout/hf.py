@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from lopd_fast.batch import Rollout
 from lopd_fast.config import RolloutConfig
-from lopd_fast.envs.base import Environment, Episode, Task
+from lopd_fast.envs.base import Environment, Episode, Task, check_result
 from lopd_fast.render import Renderer
 from lopd_fast.rollout.sampling import NucleusOfTopK, Sampling
 from lopd_fast.teacher import splice
@@ -99,6 +99,7 @@ class HFRollout:
             action = self.renderer.tokenizer.decode(text_ids, skip_special_tokens=True)
             assert isinstance(action, str)
             result = item.episode.step(action)
+            check_result(result, item.rollout.task)
             rollout = item.rollout
             rollout.response_ids += action_ids
             rollout.student_mask += [True] * len(action_ids)
