@@ -24,6 +24,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Imports a module of bench/; TRL is missing and Liger fails as it is called, whatever is installed."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
     monkeypatch.setitem(sys.modules, "trl", None)
+    for module in [name for name in sys.modules if name.startswith("trl.")]:
+        monkeypatch.delitem(sys.modules, module)  # else what another test imported is found
 
     def fails(problem: Any) -> Any:
         def step() -> Any:
