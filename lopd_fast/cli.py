@@ -1,5 +1,6 @@
 """The console script `lopd-fast`: demo, train, ablate, bank."""
 
+import signal
 from importlib.metadata import version as installed_version
 
 import typer
@@ -27,5 +28,6 @@ for command in (demo, train, ablate):
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point. SIGTERM ends a command as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

@@ -1,11 +1,15 @@
 """A signal asks for the end of the step, a second one ends it, and the handlers from before come back."""
 
+import errno
 import os
 import signal
 import threading
 
 import pytest
+import typer
 
+from lopd_fast.commands import user_errors
+from lopd_fast.errors import UserError
 from lopd_fast.interrupt import StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -56,3 +60,25 @@ def test_outside_the_main_thread_it_changes_nothing():
     thread.start()
     thread.join()
     assert found == [False, *before]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            KeyboardInterrupt(),
+            130,
+            "Stopped. What was saved is kept: go on with the same command and --resume.",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "free some space and go on with --resume"),
+        (UserError("a\nb"), 2, "error: a b"),
+    ],
+)
+def test_a_command_ends_with_one_sentence(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(typer.Exit) as ended, user_errors():
+        raise error
+    assert ended.value.exit_code == code
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
