@@ -1,6 +1,6 @@
 """From hidden states to the distillation loss and its gradients: ours, the dense floor, and what others offer.
 
-    python bench/kl_throughput.py                                       about a minute on a laptop
+    python bench/kl_throughput.py                                       a first look, at sizes for the machine
     python bench/kl_throughput.py --preset qwen3-8b --rows 2048 8192    a sweep over rows at the sizes of a model
     python bench/kl_throughput.py --rows 512 --hidden 512 --vocab 151936 --dtype fp32 --json f.json --plot f.png
 
