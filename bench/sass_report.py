@@ -2,7 +2,7 @@
 
     python bench/sass_report.py                            every kernel for sm_80, sm_90 and sm_100
     python bench/sass_report.py --arch sm_90 --json f.json
-    python bench/sass_report.py --quick                    one configuration a kernel, sm_90
+    python bench/sass_report.py --quick                    the most demanding configuration of each
 
 Needs triton and no GPU. Each kernel is compiled as it is launched and its cubin is read with the cuobjdump that
 triton brings. Predicted times are bytes / bandwidth at 3.35 TB/s (H100) and 4.8 TB/s (H200), for 40,960 rows of
@@ -31,27 +31,35 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from lopd_fast.kernels import block_stats, logits_grad, select_support, topk_tail  # noqa: E402
-from lopd_fast.kernels._common import BLOCK, block_count  # noqa: E402
+from lopd_fast.kernels import (  # noqa: E402
+    block_stats,
+    bucket_divergence,
+    logits_grad,
+    select_support,
+    support_logprobs,
+)
+from lopd_fast.kernels._common import BLOCK, block_count, lane_count  # noqa: E402
 
 ROWS, WIDTH, K = 40_960, 151_936, 20
 BANDWIDTH = {"ms_at_3.35_TB/s": 3.35e12, "ms_at_4.8_TB/s": 4.8e12}
 SHARED_KIB = {80: 164, 90: 228, 100: 228}  # of an SM
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-DIVERGENCES = list(itertools.product(("reverse_kl", "forward_kl", "jsd"), ("bucket", "renormalize", "drop")))
+DIVERGENCES, TAILS = ("reverse_kl", "forward_kl", "jsd"), ("bucket", "renormalize", "drop")
 
 
 @dataclass(frozen=True)
 class Case:
     """One kernel with the constants of one launch."""
 
-    config: str
     function: Any
+    config: str
     constants: dict[str, Any]
     warps: int
-    dtype: str  # of logits
     bytes_per_row: float
+    dtype: str = "fp32"  # of logits
+    out_dtype: str = "fp32"  # of their gradient
+    quick: bool = False  # the one of its kernel that needs the most registers
 
 
 def main() -> int:
@@ -60,15 +68,19 @@ def main() -> int:
     )
     parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90", "sm_100"])
     parser.add_argument("--json", help="write the table to this file as well")
-    parser.add_argument("--quick", action="store_true", help="one configuration a kernel, sm_90 alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="the most demanding configuration of each kernel"
+    )
     options = parser.parse_args()
     rows = []
     columns = "registers spill_bytes stack_bytes shared_bytes programs_per_sm warps_per_sm bytes_per_row"
     print(
         f"{'kernel':>20} {'config':>34} {'arch':>6} " + " ".join(columns.replace("_", "-").split()) + "  ms"
     )
-    for arch in ["sm_90"] if options.quick else options.arch:
-        for case in cases(options.quick):
+    for arch in options.arch:
+        for case in cases():
+            if options.quick and not case.quick:
+                continue
             row = report(case, int(arch.removeprefix("sm_")))
             rows.append(row)
             values = " ".join(f"{row.get(name)!s:>{len(name)}}" for name in columns.split())
@@ -83,45 +95,68 @@ def main() -> int:
     return 1 if any(row["failed"] or row["spill_bytes"] for row in rows) else 0
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """The launches of `lopd_fast.kernels`, over dtypes, projections, support sizes and divergences."""
-    plain = dict(BIAS=False, SOFTCAP=False, ALIGNED=True)
-    capped = dict(BIAS=True, SOFTCAP=True, ALIGNED=False)
-    for dtype, (name, flags) in itertools.product(
-        ["bf16", "fp32", "fp16"], [("", plain), (" bias softcap unaligned", capped)]
-    ):
-        config, itemsize = dtype + name, ITEMSIZE[dtype]
-        unit = dict(column_stride=1)
-        constants = dict(block_stats.LAUNCH, **flags, **unit, BLOCK=BLOCK)
-        warps = constants.pop("num_warps")
-        moved = block_stats.bytes_moved(1, WIDTH, itemsize)
-        yield Case(config, block_stats.block_stats_kernel, constants, warps, dtype, moved)
+PLAIN = dict(column_stride=1, BIAS=False, SOFTCAP=False, ALIGNED=True)
+CAPPED = dict(BIAS=True, SOFTCAP=True, ALIGNED=False)  # columns with a stride, too
+READS = {"": PLAIN, " strided bias softcap": CAPPED}
+SUPPORTS = [1, K, 63, 127]
 
-        constants = dict(logits_grad.LAUNCH, **flags, **unit, out_column_stride=1, POSITION=True, MARGIN=True)
+
+def cases() -> Iterator[Case]:
+    """The launches of `lopd_fast.kernels`, over dtypes, ways of reading, support sizes and divergences."""
+    for dtype, (name, flags) in itertools.product(["bf16", "fp32", "fp16"], READS.items()):
+        constants = dict(block_stats.LAUNCH, **flags, BLOCK=BLOCK)
         warps = constants.pop("num_warps")
-        constants |= logits_grad.support_constants(K)
-        moved = logits_grad.bytes_moved(1, WIDTH, itemsize, K)
-        yield Case(config, logits_grad.logits_grad_kernel, constants, warps, dtype, moved)
-        if quick:
-            break
-    for k in [K] if quick else [1, K, 63, 127]:
-        constants, warps = select_support.select_launch(k, block_count(WIDTH))
+        moved = block_stats.bytes_moved(1, WIDTH, ITEMSIZE[dtype])
+        quick = dtype == "fp32" and flags is CAPPED
+        kernel = block_stats.block_stats_kernel
+        yield Case(kernel, dtype + name, constants, warps, moved, dtype, quick=quick)
+
+    yield from gradient_cases()
+
+    blocks = block_count(WIDTH)
+    for k, (name, flags) in itertools.product(SUPPORTS, READS.items()):
+        config, quick = f"fp32 k={k}{name}", k == 127 and flags is CAPPED
+        constants, warps = select_support.select_launch(k, blocks)
+        moved = select_support.bytes_moved(1, WIDTH, 4, k)
+        yield Case(select_support.select_kernel, config, flags | constants, warps, moved, quick=quick)
+        constants, warps = support_logprobs.support_launch(k, blocks)
+        constants |= flags | dict(LABEL=True)
+        moved = support_logprobs.bytes_moved(1, WIDTH, 4, k)
+        kernel = support_logprobs.support_logprobs_kernel
+        yield Case(kernel, config, constants, warps, moved, quick=quick)
+
+    for k, divergence, tail in itertools.product(SUPPORTS, DIVERGENCES, TAILS):
+        constants = dict(K=k, LANES=lane_count(k), DIVERGENCE=divergence, TAIL=tail)
+        moved = bucket_divergence.bytes_moved(1, k)
+        config, quick = f"k={k} {divergence} {tail}", (k, divergence, tail) == (127, "jsd", "bucket")
+        if k == K or divergence == "jsd":
+            kernel, warps = bucket_divergence.bucket_divergence_kernel, bucket_divergence.LAUNCH["num_warps"]
+            yield Case(kernel, config, constants, warps, moved, quick=quick)
+
+
+def gradient_cases() -> Iterator[Case]:
+    """Out of place as from logits, in place as in the fused loss, and into half precision as it does on a device."""
+    for (dtype, out), k, (name, flags) in itertools.product(
+        [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")], SUPPORTS, READS.items()
+    ):
+        if k != K and dtype != "fp32":
+            continue
+        constants = dict(logits_grad.LAUNCH, **flags, POSITION=dtype == out, MARGIN=True)
+        constants |= logits_grad.support_constants(k)
+        warps = constants.pop("num_warps")
+        if flags is PLAIN:
+            constants["out_column_stride"] = 1
+        moved = logits_grad.bytes_moved(1, WIDTH, ITEMSIZE[dtype], ITEMSIZE[out], k)
         yield Case(
-            f"bf16 k={k}",
-            select_support.select_kernel,
-            dict(plain, column_stride=1) | constants,
+            logits_grad.logits_grad_kernel,
+            f"{dtype} to {out} k={k}{name}",
+            constants,
             warps,
-            "bf16",
-            select_support.bytes_moved(1, WIDTH, 2, k),
+            moved,
+            dtype,
+            out,
+            quick=(dtype, out, k, flags) == ("fp32", "fp32", 127, CAPPED),
         )
-        constants, warps = topk_tail.rows_launch(k, block_count(WIDTH))
-        for divergence, tail in DIVERGENCES[:1] if quick else DIVERGENCES if k == K else [("jsd", "bucket")]:
-            sides = {f"{side}_{name}": value for side in "ST" for name, value in plain.items()}
-            constants |= sides | dict(s_column_stride=1, t_column_stride=1, SERVED=False, LABEL=True)
-            moved = topk_tail.bytes_moved(1, WIDTH, 2, k)
-            options = dict(DIVERGENCE=divergence, TAIL=tail)
-            config = f"bf16 k={k} {divergence} {tail}"
-            yield Case(config, topk_tail.rows_kernel, constants | options, warps, "bf16", moved)
 
 
 def report(case: Case, arch: int) -> dict[str, Any]:
@@ -176,8 +211,10 @@ def compile_case(case: Case, arch: int) -> Any:
     for name in names:
         if name in case.constants:
             signature[name] = "constexpr"
-        elif name in ("logits_ptr", "s_logits_ptr", "t_logits_ptr", "out_ptr"):
+        elif name == "logits_ptr":
             signature[name] = "*" + case.dtype
+        elif name == "out_ptr":
+            signature[name] = "*" + case.out_dtype
         elif name.endswith("_ptr"):
             index = ("offsets_ptr", "ids_ptr", "labels_ptr", "position_ptr")
             signature[name] = "*i64" if name.endswith(index) else "*fp32"

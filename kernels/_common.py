@@ -57,20 +57,10 @@ def to_logit(x, bias, gain, cap_gain, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def load_logits(
-    logits_ptr,
-    bias_ptr,
-    offset,  # int64, of the row
-    columns,
-    mask,
-    column_stride,
-    gain,
-    cap_gain,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """z at some columns of a row, -inf where masked."""
-    x = tl.load(logits_ptr + offset + columns.to(tl.int64) * column_stride, mask=mask, other=0.0)
+def load_logits(row, columns, mask, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """z at some columns, -inf where masked; row is (its pointer, bias_ptr, column_stride, gain, cap_gain)."""
+    row_ptr, bias_ptr, column_stride, gain, cap_gain = row
+    x = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=mask, other=0.0)
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)

@@ -54,19 +54,8 @@ def block_stats_kernel(
     row = (program // tiles).to(tl.int64)
     block = (program % tiles) * BLOCKS + tl.arange(0, BLOCKS)  # (BLOCKS,)
     columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (BLOCKS, 64)
-    offset = row_offset(offsets_ptr, row, ALIGNED)
-    z = load_logits(
-        logits_ptr,
-        bias_ptr,
-        offset,
-        columns,
-        columns < width,
-        column_stride,
-        gain,
-        cap_gain,
-        BIAS,
-        SOFTCAP,
-    )
+    logits = (logits_ptr + row_offset(offsets_ptr, row, ALIGNED), bias_ptr, column_stride, gain, cap_gain)
+    z = load_logits(logits, columns, columns < width, BIAS, SOFTCAP)
     peak = tl.max(z, axis=1)  # (BLOCKS,)
     total = tl.sum(tl.exp(z - tl.where(peak == NEG_INF, 0.0, peak)[:, None]), axis=1)
     at = row * blocks + block

@@ -1,4 +1,4 @@
-"""Divergences between two distributions over the lanes of a program, with their gradients in closed form.
+"""The divergence between two rows of buckets, with the gradients of both sides in closed form.
 
 Log-probs s of the student and t of the teacher, q = e^s, p = e^t, over k buckets and, for tail "bucket", a last one.
 Complete buckets (tail "bucket" or "renormalize") sum to 1 on both sides:
@@ -11,6 +11,10 @@ Complete buckets (tail "bucket" or "renormalize") sum to 1 on both sides:
 Otherwise (tail "drop") the ids outside move the normaliser alone; `rest` is their gradient over softmax. Each KL is
 summed as q (s - t) + p - q, terms >= 0 that vanish to second order, so near-equal distributions lose no digits. Lanes
 without a bucket hold -inf on both sides and add exactly 0.
+
+Shapes: per side log_support (R, k) and log_tail (R,) of `support_logprobs`, or a served teacher's. Results: D (R,), and
+per side the gradient for the logits of the support (R, k), that for all others, summed over the tail (R,), and the mass
+of the support (R,). The backward is `logits_grad`.
 """
 
 # A type checker takes a kernel for the plain function under @triton.jit.
@@ -18,10 +22,23 @@ without a bucket hold -inf on both sides and add exactly 0.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from lopd_fast.kernels._common import NEG_INF, expm1, expm1_minus, log1p
+from lopd_fast.kernels._common import NEG_INF, expm1, expm1_minus, lane_count, log1p
 
 INF = tl.constexpr(float("inf"))
+
+
+def bytes_moved(rows: int, k: int) -> int:
+    return rows * (16 * k + 28)
+
+
+def flops(rows: int, k: int) -> int:
+    return rows * 60 * (k + 1)
+
+
+# A row is a warp: 128 lanes, the most, are 4 numbers a thread.
+LAUNCH = dict(num_warps=1)
 
 
 @triton.jit
@@ -122,19 +139,38 @@ def _renormalised(log_support):
 
 
 @triton.jit
-def bucket_divergence(
-    s,  # (LANES,) log-probs of the support in the first K lanes, -inf in the others
-    s_tail,  # log-prob of everything else
-    t,
-    t_tail,
+def _mass(log_support, log_tail):
+    """From the tail where that is the smaller, so that rounding never passes 1."""
+    return tl.where(log_tail < -0.7, -expm1(log_tail), tl.sum(tl.exp(log_support), axis=0))
+
+
+@triton.jit
+def bucket_divergence_kernel(
+    s_log_support_ptr,  # (R, K)
+    s_log_tail_ptr,  # (R,)
+    t_log_support_ptr,
+    t_log_tail_ptr,
+    s_kl_support_ptr,  # (R, K)
+    t_kl_support_ptr,
+    kl_ptr,  # (R,), as all below
+    s_kl_tail_ptr,
+    t_kl_tail_ptr,
+    s_mass_ptr,
+    t_mass_ptr,
     beta,
     DIVERGENCE: tl.constexpr,
     TAIL: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """D, gradients for the logits of both sides on the support (LANES,), and outside it, summed over the tail."""
+    row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
+    s = tl.load(s_log_support_ptr + row * K + lane, mask=lane < K, other=NEG_INF)
+    t = tl.load(t_log_support_ptr + row * K + lane, mask=lane < K, other=NEG_INF)
+    s_tail = tl.load(s_log_tail_ptr + row)
+    t_tail = tl.load(t_log_tail_ptr + row)
+    tl.store(s_mass_ptr + row, _mass(s, s_tail))
+    tl.store(t_mass_ptr + row, _mass(t, t_tail))
     if TAIL == "bucket":
         s = tl.where(lane == K, s_tail, s)
         t = tl.where(lane == K, t_tail, t)
@@ -153,4 +189,43 @@ def bucket_divergence(
     else:
         s_rest = s_rest * tl.exp(s_tail)
         t_rest = t_rest * tl.exp(t_tail)
-    return value, s_grad, t_grad, s_rest, t_rest
+    tl.store(kl_ptr + row, value)
+    tl.store(s_kl_support_ptr + row * K + lane, s_grad, mask=lane < K)
+    tl.store(t_kl_support_ptr + row * K + lane, t_grad, mask=lane < K)
+    tl.store(s_kl_tail_ptr + row, s_rest)
+    tl.store(t_kl_tail_ptr + row, t_rest)
+
+
+def bucket_divergence(
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    *,
+    divergence: str,
+    beta: float,
+    tail: str,
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """kl (R,), then (kl_support (R, k), kl_tail (R,)) of the student, the same of the teacher, and both masses (R,).
+
+    student, teacher  # (log_support (R, k), log_tail (R,)) fp32
+    """
+    rows, k = student[0].shape
+    s_kl_support, t_kl_support = student[0].new_empty(2, rows, k)
+    kl, s_kl_tail, t_kl_tail, s_mass, t_mass = student[0].new_empty(5, rows)
+    if rows:
+        bucket_divergence_kernel[(rows,)](
+            *(x.contiguous() for x in (*student, *teacher)),
+            s_kl_support,
+            t_kl_support,
+            kl,
+            s_kl_tail,
+            t_kl_tail,
+            s_mass,
+            t_mass,
+            float(beta),
+            DIVERGENCE=divergence,
+            TAIL=tail,
+            K=k,
+            LANES=lane_count(k),
+            **LAUNCH,
+        )
+    return kl, (s_kl_support, s_kl_tail), (t_kl_support, t_kl_tail), (s_mass, t_mass)

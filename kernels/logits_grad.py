@@ -20,8 +20,8 @@ from torch import Tensor
 from lopd_fast.kernels._common import Logits, load_logits, row_offset
 
 
-def bytes_moved(rows: int, width: int, itemsize: int, k: int) -> int:
-    return rows * (2 * width * itemsize + triton.cdiv(width, LAUNCH["TILE"]) * (16 * k + 40))
+def bytes_moved(rows: int, width: int, itemsize: int, out_itemsize: int, k: int) -> int:
+    return rows * (width * (itemsize + out_itemsize) + triton.cdiv(width, LAUNCH["TILE"]) * (16 * k + 40))
 
 
 def flops(rows: int, width: int) -> int:
@@ -93,16 +93,14 @@ def logits_grad_kernel(
         support -= margin * tl.exp(tl.load(log_support_ptr + row * K + lane, mask=here, other=0.0))
         support += tl.where(ids == label, margin, 0.0)
 
-    offset = row_offset(offsets_ptr, row, ALIGNED)
+    logits = (logits_ptr + row_offset(offsets_ptr, row, ALIGNED), bias_ptr, column_stride, gain, cap_gain)
     mask = columns < end
-    z = load_logits(logits_ptr, bias_ptr, offset, columns, mask, column_stride, gain, cap_gain, BIAS, SOFTCAP)
+    z = load_logits(logits, columns, mask, BIAS, SOFTCAP)
     grad = tail * tl.exp(z - tl.load(tail_lse_ptr + row))
     if MARGIN:
         grad += tl.where(columns == label, margin, 0.0)
     if SOFTCAP:
-        z_support = load_logits(
-            logits_ptr, bias_ptr, offset, ids, here, column_stride, gain, cap_gain, BIAS, SOFTCAP
-        )
+        z_support = load_logits(logits, ids, here, BIAS, SOFTCAP)
         ratio = tl.where(mask, z, 0.0) / cap_gain
         grad *= cap_gain * (1 - ratio * ratio)
         ratio = tl.where(here, z_support, 0.0) / cap_gain

@@ -104,10 +104,8 @@ def select_kernel(
 
     columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (LANES, 64)
     there = (block >= 0)[:, None] & (columns < width)
-    offset = row_offset(offsets_ptr, row, ALIGNED)
-    z = load_logits(
-        logits_ptr, bias_ptr, offset, columns, there, column_stride, gain, cap_gain, BIAS, SOFTCAP
-    )
+    logits = (logits_ptr + row_offset(offsets_ptr, row, ALIGNED), bias_ptr, column_stride, gain, cap_gain)
+    z = load_logits(logits, columns, there, BIAS, SOFTCAP)
     ids = _best(tl.where(there, _key(z, columns), MISSING), K, LANES)
     tl.store(ids_ptr + row * K + lane, ids.to(tl.int64), mask=lane < K)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT_ROWS = 8192  # rows of a half-precision weight that a CPU widens at a time, and of one that is gathered
+WEIGHT_ROWS = 8192  # rows of a weight that are widened, gathered or differentiated at a time
 HALF = (torch.bfloat16, torch.float16)
+HALF_DEVICES = ("cuda",)  # which multiply halves into wide sums
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Projection:
 
     logit_scale: float
     logit_softcap: float | None
+
+
+def multiply_halves(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """a @ b of half-precision operands, summed and given in `dtype`."""
+    return torch.mm(a, b, out_dtype=dtype, out=out)
 
 
 class Head:
@@ -40,13 +46,15 @@ class Head:
     ) -> None:
         """`dtype` is that of the sums, fp32 or fp64; `wanted` says whether weight and bias get a gradient."""
         self.weight, self.bias, self.operand, self.dtype = weight, bias, operand, dtype
-        self.native = weight.is_cuda and operand in HALF
+        self.native = weight.device.type in HALF_DEVICES and operand in HALF
         self.cap = projection.logit_softcap
         self.gain = projection.logit_scale / (temperature if self.cap is None else self.cap)  # on h W^T + b
         self.cap_gain = 1.0 if self.cap is None else self.cap / temperature  # on tanh
         # d (logits / temperature) / d (h W^T + b), but for the slope of the soft-cap
         self.chain = projection.logit_scale / temperature
-        self.weight_sum: Tensor | None = None  # (H,), once a filter asks for it
+        self.typical: tuple[Tensor, Tensor] | None = (
+            None  # of `filtered_hidden_gradient`: shares (V,) and their row (H,)
+        )
         # Sums over chunks stay in fp32 (fp64): in bf16 they would stop growing after some hundred chunks.
         self.weight_grad = weight.new_zeros(weight.shape, dtype=dtype) if wanted[0] else None
         self.bias_grad = weight.new_zeros(weight.shape[0], dtype=dtype) if wanted[1] else None
@@ -68,20 +76,23 @@ class Head:
             part = slice(start, min(start + step, width))
             yield part, self._operand(self.weight[part])
 
-    def project(self, hidden: Tensor, out: Tensor) -> None:
-        """Writes logits over the temperature of hidden  # (R, H) to out  # (R, V)."""
+    def multiply(self, hidden: Tensor, out: Tensor) -> None:
+        """Writes h W^T of hidden  # (R, H) to out  # (R, V)."""
         hidden = self._operand(hidden)
         for part, weight in self._blocks():
             if self.native:
-                torch.mm(hidden, weight.t(), out_dtype=self.dtype, out=out[:, part])
+                multiply_halves(hidden, weight.t(), self.dtype, out=out[:, part])
             else:
                 torch.mm(hidden, weight.t(), out=out[:, part])
+
+    def to_logits_(self, products: Tensor) -> None:
+        """Turns h W^T  # (R, V) into logits over the temperature."""
         if self.bias is not None:
-            out.add_(self.bias.to(self.dtype))
+            products.add_(self.bias.to(self.dtype))
         if self.gain != 1:
-            out.mul_(self.gain)
+            products.mul_(self.gain)
         if self.cap is not None:
-            out.tanh_().mul_(self.cap_gain)
+            products.tanh_().mul_(self.cap_gain)
 
     def slope(self, logits: Tensor) -> Tensor | None:
         """d softcap(x) / dx = 1 - tanh^2 at capped logits over the temperature  # (R, V); None without a soft-cap."""
@@ -92,44 +103,88 @@ class Head:
     def add_gradients(self, grad: Tensor, hidden: Tensor) -> None:
         """Adds a chunk to the sums: grad  # (R, V) with respect to h W^T + b, hidden  # (R, H)."""
         if self.bias_grad is not None:
-            self.bias_grad.add_(grad.sum(0))
-        if self.weight_grad is not None:
-            if self.native:
-                product = torch.mm(grad.to(self.operand).t(), self._operand(hidden), out_dtype=self.dtype)
-                self.weight_grad.add_(product)
-            else:
-                self.weight_grad.addmm_(grad.t(), self._operand(hidden))
+            self.bias_grad.add_(grad.sum(0, dtype=self.dtype))
+        if self.weight_grad is None:
+            return
+        hidden = self._operand(hidden)
+        if not self.native:
+            self.weight_grad.addmm_(grad.t(), hidden)
+            return
+        for into, columns in zip(
+            self.weight_grad.split(WEIGHT_ROWS), grad.split(WEIGHT_ROWS, 1), strict=True
+        ):
+            into.add_(multiply_halves(columns.to(self.operand).t(), hidden, self.dtype))
 
     def hidden_gradient(self, grad: Tensor) -> Tensor:
         """grad  # (R, V) with respect to h W^T + b -> (R, H) with respect to h."""
-        if self.native:
-            return torch.mm(grad.to(self.operand), self._operand(self.weight), out_dtype=self.dtype)
-        out = grad.new_empty(grad.shape[0], self.weight.shape[1])
+        out = self.weight.new_empty(grad.shape[0], self.weight.shape[1], dtype=self.dtype)
         for part, weight in self._blocks():
-            torch.addmm(out, grad[:, part], weight, beta=0 if part.start == 0 else 1, out=out)
+            self._add_product(out, grad[:, part], weight, beta=0 if part.start == 0 else 1)
         return out
 
-    def filtered_hidden_gradient(self, grad: Tensor, cut: float, scale: Tensor) -> Tensor:
-        """`hidden_gradient` over the columns in which a row of grad passes cut * min(scale  # (), the largest of grad).
+    def filtered_hidden_gradient(
+        self, grad: Tensor, sign: Tensor, kept: Tensor, cut: float, scale: Tensor, whole: bool
+    ) -> Tensor:
+        """`hidden_gradient` over the columns that matter; the others enter as their sum times one typical weight row.
 
-        The others enter as (sum of their gradient) x (mean of their weight rows): nearly all of what they hold is a
-        small pull of the same sign on most of the vocabulary. Exact where more than half of the columns are active.
+        That row weighs the weight rows of the others by what they held in the first chunk: nearly all of it is a small
+        pull of one sign on most of the vocabulary. Exact where more than half of the columns matter.
+
+        sign, kept, cut, scale  # as in `active_columns`
+        whole                   # grad is not a shard of the vocabulary
         """
-        largest = torch.linalg.vector_norm(grad, ord=torch.inf, dim=0)  # (V,)
-        active = (largest > cut * torch.minimum(scale, largest.amax())).nonzero().squeeze(1)
-        width = self.weight.shape[0]
-        if 2 * len(active) > width:
+        active, shares = self.active_columns(grad, sign, kept, cut, scale)
+        if 2 * len(active) > len(shares):
             return self.hidden_gradient(grad)
-        if self.weight_sum is None:
-            self.weight_sum = self.weight.sum(0, dtype=self.dtype)
-        out = grad.new_zeros(grad.shape[0], self.weight.shape[1])
-        gradient_left, weight_left = grad.sum(1), self.weight_sum
+        if self.typical is None:
+            shares = shares.clamp(1e-3, 1)  # at least that, so that what is left of them does not cancel
+            row = self.weight.new_zeros(1, self.weight.shape[1], dtype=self.dtype)
+            for part, weight in self._blocks():
+                self._add_product(row, shares[None, part], weight)
+            self.typical = shares, row[0]
+        shares, row = self.typical
+        share = shares.sum()
+        out = self.weight.new_zeros(grad.shape[0], self.weight.shape[1], dtype=self.dtype)
+        # A gradient of a softmax sums to 0 over the vocabulary; rounded to halves it does so too roughly.
+        balanced = whole and self.cap is None and not self.native
+        left = grad.new_zeros(len(grad)) if balanced else grad.sum(1, dtype=self.dtype)
         for columns in active.split(WEIGHT_ROWS):
             part, weight = grad.index_select(1, columns), self._operand(self.weight.index_select(0, columns))
-            if self.native:
-                out.add_(torch.mm(part.to(self.operand), weight, out_dtype=self.dtype))
-            else:
-                out.addmm_(part, weight)
-            gradient_left = gradient_left - part.sum(1)
-            weight_left = weight_left - weight.sum(0, dtype=self.dtype)
-        return out.addr_(gradient_left, weight_left / (width - len(active)))
+            self._add_product(out, part, weight)
+            left -= part.sum(1, dtype=self.dtype)
+            row = row - self._product(shares[None, columns], weight)[0]
+            share = share - shares[columns].sum()
+        return out.addr_(left, row / share)
+
+    def active_columns(
+        self, grad: Tensor, sign: Tensor, kept: Tensor, cut: float, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The columns that matter, rising, and for every column its share of what makes one matter  # (V,).
+
+        That is the sum of |grad| over the R rows, which is at least the column's 2-norm, over
+
+            sqrt(R) * cut * min(scale  # (), the largest of grad)
+
+        sign  # (R,) of grad outside the kept columns
+        kept  # (R, m) columns of explicit values, the largest among them: they always matter
+        """
+        largest = grad.gather(1, kept).abs().amax().to(self.dtype)
+        limit = (cut * len(grad) ** 0.5 * torch.minimum(scale, largest)).clamp(
+            min=torch.finfo(self.dtype).tiny
+        )
+        shares = self._product(sign[None], grad)[0].abs_() / limit
+        return (shares > 1).index_fill_(0, kept.flatten(), True).nonzero().squeeze(1), shares
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.native:
+            return multiply_halves(a.to(self.operand), b.to(self.operand), self.dtype)
+        return a @ b
+
+    def _add_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+        """out = beta * out + a @ b."""
+        if not self.native:
+            torch.addmm(out, a, b, beta=beta, out=out)
+        elif beta:
+            out.add_(self._product(a, b))
+        else:
+            multiply_halves(a.to(self.operand), b.to(self.operand), self.dtype, out=out)

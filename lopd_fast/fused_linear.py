@@ -7,7 +7,6 @@ outlive it. Backward only scales what forward left, so nothing is projected twic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lopd_fast.fused_head import Head, Projection
+from lopd_fast.loss_backend import rows_of
 from lopd_fast.loss_checks import Rows
-from lopd_fast.loss_rows import (
-    LossOptions,
-    RowOutputs,
-    concatenate,
-    finish_gradient_,
-    rows_forward_,
-)
+from lopd_fast.loss_rows import LossOptions, RowOutputs, concatenate, gradient_parts
 
-LOGITS_BYTES = {"cpu": 300 << 20}  # the logits of both sides of a chunk
-LOGITS_BYTES_DEVICE = 1 << 30
+CHUNK_BYTES = {
+    "cpu": 300 << 20
+}  # what a chunk may hold: the logits of both sides and, on a device, their gradients
+CHUNK_BYTES_DEVICE = 900 << 20
+DEVICE_ROWS = 128  # a chunk on a device is a multiple of this: whole tiles of its products
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ class FusedLinearLoss(torch.autograd.Function):
                         weight, bias, projection, options.temperature, operand, dtype, (want[1], want[2])
                     )
                 sides.append(_side(hidden, head, want[0], keep_wide=shard.group is not None))
-            outputs = _chunk_loop(sides, served, rows, options, chunk_size, grad_filter)
+            unit = _unit(rows.weight)
+            outputs = _chunk_loop(sides, served, rows, unit, options, chunk_size, grad_filter)
             grads = [sides[0].grad, sides[0].head.weight_grad, sides[0].head.bias_grad, None, None, None]
             if len(sides) == 2:
                 grads[3] = sides[1].grad
@@ -97,7 +95,7 @@ class FusedLinearLoss(torch.autograd.Function):
             # fp16 would lose what a loss scaler is about to multiply: it stays in fp32 until then.
             if x is not None and grad is not None and x.dtype != torch.float16:
                 kept[i] = grad.to(x.dtype)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(unit, *kept)
         ctx.like = [None if x is None else (x.shape, x.dtype) for x in inputs]
         ctx.set_materialize_grads(False)
 
@@ -111,11 +109,12 @@ class FusedLinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any):
         grads: list[Tensor | None] = [None] * 6
+        unit, *saved = ctx.saved_tensors
         if grad_loss is not None:
-            for i, (kept, like) in enumerate(zip(ctx.saved_tensors, ctx.like, strict=True)):
+            for i, (kept, like) in enumerate(zip(saved, ctx.like, strict=True)):
                 if kept is not None:
                     shape, dtype = like
-                    grads[i] = kept.mul(grad_loss).to(dtype).view(shape)
+                    grads[i] = kept.mul(grad_loss * unit).to(dtype).view(shape)
         return *grads, *[None] * 8
 
 
@@ -146,89 +145,104 @@ def _chunk_loop(
     sides: list[Side],
     served: tuple[Tensor, Tensor] | None,
     rows: Rows,
+    unit: Tensor,
     options: LossOptions,
     chunk_size: int | None,
     grad_filter: float | None,
 ) -> RowOutputs:
-    """Projects and differentiates every chunk; gradients gather in the sides and their heads."""
-    dtype, width = rows.weight.dtype, options.shard.width
-    tied = len(sides) == 2 and sides[0].head is sides[1].head
-    held = (
-        max(options.shard.widths) * len(sides) + 32 * options.k
-    )  # numbers per row, those that k brings included
-    step = _chunk_rows(chunk_size, rows.count, held, dtype, rows.weight.device)
-    buffer = rows.weight.new_empty(len(sides) * min(step, rows.count), width)
-    forward_, finish_ = _row_functions(options)
+    """Projects and differentiates every chunk; the gradients of loss / unit gather in the sides and their heads."""
+    count, heads = len(sides), [side.head for side in sides]
+    # The two sides of a tied head that both want a gradient share the products that multiply it back.
+    joint = count == 2 and heads[0] is heads[1] and all(side.differentiated for side in sides)
+    logits, gradients = _buffers(heads, rows, options, chunk_size)
+    step = max(1, len(logits) // count)
+    weights = rows.weight / unit
+    cut = None if grad_filter is None or not rows.count else (grad_filter, weights.abs().amax())
     parts = []
     for start in range(0, max(rows.count, 1), step):
         part = slice(start, min(start + step, rows.count))
-        count = part.stop - start
-        labels = None if rows.labels is None else rows.labels[part]
+        size = part.stop - part.start
+        products, gradient = logits[: count * size].chunk(count), gradients[: count * size]
         hidden = [rows.pick_part(side.hidden, part) for side in sides]
         # One product a side, although a tied head could share one: a product's rounding may depend on where in it a
         # row stands, and equal hidden states are to give equal logits.
-        logits = [buffer[i * count : (i + 1) * count] for i in range(len(sides))]
-        for side, h, out in zip(sides, hidden, logits, strict=True):
-            side.head.project(h, out)
-        slopes = [
-            side.head.slope(x) if side.differentiated else None for side, x in zip(sides, logits, strict=True)
-        ]
-        record, *shifts = forward_(
-            logits[0],
-            logits[1] if len(logits) == 2 else None,
+        for head, h, out in zip(heads, hidden, products, strict=True):
+            head.multiply(h, out)
+        chunk = rows_of(options).Chunk(
+            products,
+            heads,
             None if served is None else (served[0][part], served[1][part]),
-            labels,
+            None if rows.labels is None else rows.labels[part],
             options,
         )
-        parts.append(record.outputs)
-        margins = (None, rows.privilege_weight)
-        records = (record.student, record.teacher)
-        for side, x, slope, side_record, shift, margin in zip(
-            sides, logits, slopes, records, shifts, margins, strict=False
-        ):
+        parts.append(chunk.record.outputs)
+        weight = weights[part]
+        margins = (None, None if rows.privilege_weight is None else -weight * rows.privilege_weight[part])
+        filters = []
+        for i, (side, margin) in enumerate(zip(sides, margins, strict=False)):
             if side.differentiated:
-                assert side_record is not None
-                weight = rows.weight[part] * side.head.chain
-                margin = None if margin is None else -weight * margin[part]
-                finish_(x, shift, side_record, record.outputs.ids, weight, margin, labels, options.shard)
-                if slope is not None:
-                    x.mul_(slope)
-        del slopes
-        if tied and all(side.differentiated for side in sides):
-            _multiply_back(sides, buffer[: 2 * count], hidden, rows, part, grad_filter)
-        else:
-            for i, side in enumerate(sides):
-                if side.differentiated:
-                    _multiply_back([side], logits[i], hidden[i : i + 1], rows, part, grad_filter)
+                chunk.gradient(i, weight, margin, gradient[i * size : (i + 1) * size])
+            if cut is not None:
+                record, ids, labels = chunk.record.sides[i], chunk.record.outputs.ids, chunk.labels
+                tail, kept, _ = gradient_parts(record, ids, weight, margin, labels, options.shard)
+                filters.append((tail.sign(), kept, *cut, options.shard.group is None))
+        for group in [slice(0, 2)] if joint else [slice(i, i + 1) for i in range(count)]:
+            of_group = gradient[group.start * size : group.stop * size]
+            _multiply_back(sides[group], of_group, hidden[group], rows, part, filters[group])
     return concatenate(parts)
 
 
-def _row_functions(options: LossOptions) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What makes the record of a chunk, and what turns the chunk into its gradient."""
-    if options.triton:
-        from lopd_fast import triton_rows  # imports triton
+def _buffers(
+    heads: list[Head], rows: Rows, options: LossOptions, chunk_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of the sides of a chunk, one below the other  # (sides * R, V), R at most `chunk_size`.
 
-        return triton_rows.rows_forward_, triton_rows.finish_gradient_
-    return rows_forward_, finish_gradient_
+    Kernels write gradients that a device multiplies as halves in that precision; all others go over the logits.
+    """
+    count, width, device = len(heads), options.shard.width, rows.weight.device
+    kinds = {head.operand if options.triton and head.native else rows.weight.dtype for head in heads}
+    kind = kinds.pop() if len(kinds) == 1 else rows.weight.dtype
+    apart = kind != rows.weight.dtype
+    if chunk_size is None:
+        itemsize = rows.weight.itemsize + (kind.itemsize if apart else 0)
+        per_row = itemsize * (max(options.shard.widths) * count + 32 * options.k)
+        most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_DEVICE) // per_row)
+        if device.type != "cpu" and most > DEVICE_ROWS:
+            chunk_size = most // DEVICE_ROWS * DEVICE_ROWS
+        else:
+            chunk_size = -(-rows.count // -(-rows.count // most)) if rows.count else 1  # chunks of one size
+    size = count * min(chunk_size, rows.count)
+    logits = rows.weight.new_empty(size, width)
+    return logits, logits.new_empty(size, width, dtype=kind) if apart else logits
 
 
 def _multiply_back(
-    sides: list[Side], grad: Tensor, hidden: list[Tensor], rows: Rows, part: slice, grad_filter: float | None
+    sides: list[Side],
+    gradient: Tensor,
+    hidden: list[Tensor],
+    rows: Rows,
+    part: slice,
+    filters: list[tuple[Tensor, Tensor, float, Tensor, bool]],
 ) -> None:
-    """From grad  # (sides * R, V) of one head to the hidden states of its sides and to the head itself."""
+    """From gradient  # (sides * R, V) of one head's logits to the hidden states of its sides and to the head itself.
+
+    filters  # one a side for `Head.filtered_hidden_gradient`, or none
+    """
     head, count = sides[0].head, part.stop - part.start
     if head.trains:
-        head.add_gradients(grad, torch.cat(hidden))
+        head.add_gradients(gradient, torch.cat(hidden))
     wanted = [i for i, side in enumerate(sides) if side.grad is not None]
     if not (wanted and count):
         return
     first, last = wanted[0], wanted[-1] + 1
-    grad = grad[first * count : last * count]
-    if grad_filter is None:
-        products = head.hidden_gradient(grad).split(count)
-    else:  # one side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size
-        scale = rows.weight.abs().amax()  # the filter is on gradients ahead of token weights and Z
-        products = [head.filtered_hidden_gradient(part, grad_filter, scale) for part in grad.split(count)]
+    gradient = gradient[first * count : last * count]
+    if (
+        filters
+    ):  # one side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size
+        of_sides = zip(gradient.split(count), filters[first:last], strict=True)
+        products = [head.filtered_hidden_gradient(of_side, *which) for of_side, which in of_sides]
+    else:
+        products = head.hidden_gradient(gradient).split(count)
     for side, out in zip(sides[first:last], products, strict=True):
         assert side.grad is not None
         if rows.index is None:
@@ -237,12 +251,11 @@ def _multiply_back(
             side.grad.index_copy_(0, rows.index[part], out.to(side.grad.dtype))
 
 
-def _chunk_rows(
-    chunk_size: int | None, count: int, held: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Rows per chunk, for `held` numbers a row."""
-    if chunk_size is not None:
-        return chunk_size
-    budget = LOGITS_BYTES.get(device.type, LOGITS_BYTES_DEVICE)
-    most = max(1, budget // (held * dtype.itemsize))
-    return -(-count // -(-count // most)) if count else 1  # chunks of one size
+def _unit(weight: Tensor) -> Tensor:
+    """A power of 2 from 1/64 to 1/32 of the largest |weight|, () like weight; 1 if nothing counts.
+
+    Gradients are formed in units of it, so that they fit fp16 whatever Z is; as a power of 2 it changes no bit in fp32.
+    """
+    if not len(weight):
+        return weight.new_ones(())
+    return torch.ldexp(weight.new_ones(()), torch.frexp(weight.abs().amax()).exponent - 6)

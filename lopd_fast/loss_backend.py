@@ -1,12 +1,16 @@
-"""Which calls of the loss run on the Triton kernels."""
+"""Which calls of the loss run on the Triton kernels, and which module computes a call."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
+
+from lopd_fast import loss_torch
+from lopd_fast.loss_rows import LossOptions
 
 MAX_SUPPORT = 127  # ids that a row of the kernels holds
 
@@ -35,3 +39,12 @@ def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, support:
     elif device.type != "cuda" or interpreted or not _has_triton():
         return False
     return dtype == torch.float32 and 1 <= support <= MAX_SUPPORT and not split
+
+
+def rows_of(options: LossOptions) -> Any:
+    """The module that computes a call: `loss_torch` or `loss_triton`."""
+    if options.triton:
+        from lopd_fast import loss_triton  # imports triton
+
+        return loss_triton
+    return loss_torch

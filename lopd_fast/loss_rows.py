@@ -43,6 +43,16 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
+class SideLogprobs:
+    """Log-probs of one side, before the other side is known."""
+
+    log_support: Tensor  # (R, k) log-probs of the support
+    log_tail: Tensor  # (R,) log-prob of everything else
+    tail_lse: Tensor  # (R,) logsumexp of the logits outside the support; 0 where there are none
+    log_label: Tensor | None  # (R,) None without labels
+
+
+@dataclass(frozen=True)
 class SideRecord:
     """One side of a chunk, enough to write its gradient in one pass over its logits."""
 
@@ -65,6 +75,21 @@ class RowOutputs:
     student_logprob: Tensor | None  # (R,) of the label
     teacher_logprob: Tensor | None  # (R,)
 
+    @classmethod
+    def of(
+        cls,
+        kl: Tensor,
+        ids: Tensor,
+        student: SideLogprobs,
+        teacher: SideLogprobs,
+        student_mass: Tensor,
+        teacher_mass: Tensor,
+    ) -> RowOutputs:
+        privilege = None
+        if student.log_label is not None and teacher.log_label is not None:
+            privilege = teacher.log_label - student.log_label
+        return cls(kl, privilege, ids, student_mass, teacher_mass, student.log_label, teacher.log_label)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(vars(self).values())
 
@@ -74,8 +99,7 @@ class RowRecord:
     """What the forward leaves of a chunk: its outputs, and a record per side from which to write the gradient."""
 
     outputs: RowOutputs
-    student: SideRecord
-    teacher: SideRecord | None  # None for a served teacher
+    sides: tuple[SideRecord, ...]  # student, teacher; the student alone if the teacher is served
 
 
 Rowwise = TypeVar("Rowwise", RowOutputs, SideRecord)
@@ -90,16 +114,6 @@ def concatenate(parts: list[Rowwise]) -> Rowwise:
     for name, x in vars(first).items():
         joined[name] = None if x is None else torch.cat([getattr(part, name) for part in parts])
     return type(first)(**joined)
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Log-probs of one side, before the other side is known."""
-
-    log_support: Tensor  # (R, k)
-    log_tail: Tensor  # (R,)
-    tail_lse: Tensor  # (R,)
-    label_logprob: Tensor | None  # (R,)
 
 
 def mask_support_(logits: Tensor, columns: Tensor, here: Tensor) -> Tensor:
@@ -124,7 +138,9 @@ def tail_exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peak, total
 
 
-def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> tuple[_Side, Tensor]:
+def _side_(
+    logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard
+) -> tuple[SideLogprobs, Tensor]:
     """Statistics of one side, and the shift (R,) of the exponentials that it leaves in `logits`.
 
     On return logits  # (R, V) hold e^{z_j - shift} outside the support and 0 on it; a shift of -inf means all 0.
@@ -148,16 +164,16 @@ def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard
     largest = weights.argmax(-1, keepdim=True)
     log_sum = torch.log1p(weights.scatter_add(1, largest, -torch.ones_like(weights[:, :1])).sum(-1))
     tail = peak + total.log()
-    side = _Side(
+    side = SideLogprobs(
         log_support=(support - top[:, None]) - log_sum[:, None],
         log_tail=((peak - top) + total.log()) - log_sum,
         tail_lse=tail.masked_fill(tail == NEG_INF, 0.0),
-        label_logprob=None if labels is None else (values[:, -2] - top) - log_sum,
+        log_label=None if labels is None else (values[:, -2] - top) - log_sum,
     )
     return side, shift
 
 
-def _served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids: int) -> _Side:
+def served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids: int) -> SideLogprobs:
     """The side of a teacher of whom only a list of log-probs is known.
 
     Its tail is what the list leaves, log1p(-sum e^t), summed in fp64. A list that rounding brings to 1 or more while
@@ -167,16 +183,16 @@ def _served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids
     rest = 1.0 - exact.exp().sum(-1)
     rest = torch.where(rest > 0, rest, torch.finfo(torch.float32).eps)
     rest = rest.masked_fill((ids >= 0).sum(-1) == total_ids, 0.0)
-    label_logprob = None
+    log_label = None
     if labels is not None:
         listed = ids == labels[:, None]
-        label_logprob = logprobs.masked_fill(~listed, NEG_INF).amax(-1)
-        label_logprob = label_logprob.masked_fill(~listed.any(-1), float("nan"))
+        log_label = logprobs.masked_fill(~listed, NEG_INF).amax(-1)
+        log_label = log_label.masked_fill(~listed.any(-1), float("nan"))
     log_tail = rest.log().to(logprobs.dtype)
-    return _Side(exact.to(logprobs.dtype), log_tail, torch.zeros_like(log_tail), label_logprob)
+    return SideLogprobs(exact.to(logprobs.dtype), log_tail, torch.zeros_like(log_tail), log_label)
 
 
-def _mass(side: _Side) -> Tensor:
+def _mass(side: SideLogprobs) -> Tensor:
     """Probability of the support: from the tail where that is the smaller, so that rounding never passes 1."""
     support = side.log_support.exp().sum(-1)
     return torch.where(side.log_tail < -0.7, -torch.expm1(side.log_tail), support)
@@ -188,7 +204,7 @@ def _renormalised(log_support: Tensor) -> Tensor:
 
 
 def _divergence(
-    student: _Side, teacher: _Side, options: LossOptions
+    student: SideLogprobs, teacher: SideLogprobs, options: LossOptions
 ) -> tuple[Tensor, SideRecord, SideRecord]:
     """D per row and the records of both sides."""
     s, t = student.log_support, teacher.log_support
@@ -199,7 +215,7 @@ def _divergence(
         t = torch.cat([t, teacher.log_tail[:, None]], dim=1)
     d = bucket_divergence(s, t, options.divergence, options.beta, complete=options.tail != "drop")
 
-    def record(side: _Side, grad: Tensor, rest: Tensor) -> SideRecord:
+    def record(side: SideLogprobs, grad: Tensor, rest: Tensor) -> SideRecord:
         k = side.log_support.shape[1]
         # The tail's gradient is its own bucket's, or through the normaliser alone.
         tail = grad[:, k] if options.tail == "bucket" else side.log_tail.exp() * rest
@@ -230,24 +246,14 @@ def rows_forward_(
         ids = shard.topk_ids(teacher if options.support == "teacher" else student, options.k)
     s_side, s_shift = _side_(student, ids, labels, shard)
     if served is not None:
-        t_side, t_shift = _served_side(*served, labels, shard.total), None
+        t_side, t_shift = served_side(*served, labels, shard.total), None
     else:
         assert teacher is not None
         t_side, t_shift = _side_(teacher, ids, labels, shard)
     kl, s_record, t_record = _divergence(s_side, t_side, options)
-    privilege = None
-    if s_side.label_logprob is not None and t_side.label_logprob is not None:
-        privilege = t_side.label_logprob - s_side.label_logprob
-    outputs = RowOutputs(
-        kl=kl,
-        privilege=privilege,
-        ids=ids,
-        student_mass=_mass(s_side),
-        teacher_mass=_mass(t_side),
-        student_logprob=s_side.label_logprob,
-        teacher_logprob=t_side.label_logprob,
-    )
-    return RowRecord(outputs, s_record, None if served is not None else t_record), s_shift, t_shift
+    outputs = RowOutputs.of(kl, ids, s_side, t_side, _mass(s_side), _mass(t_side))
+    sides = (s_record, t_record) if served is None else (s_record,)
+    return RowRecord(outputs, sides), s_shift, t_shift
 
 
 def tail_softmax_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:
@@ -256,34 +262,37 @@ def tail_softmax_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabSha
     return logits.sub_(side.tail_lse[:, None]).exp_()
 
 
-def finish_gradient_(
-    exponentials: Tensor,
-    shift: Tensor | None,
+def gradient_parts(
     side: SideRecord,
     ids: Tensor,
     kl_weight: Tensor,
     privilege_weight: Tensor | None,
     labels: Tensor | None,
     shard: VocabShard,
-) -> Tensor:
-    """Turns the tail's exponentials into kl_weight * d kl / dz + privilege_weight * d privilege / dz, in place.
-
-    exponentials                 # (R, V), e^{z_j - shift}, 0 on the support
-    shift                        # (R,) None: it is the tail's lse
-    kl_weight, privilege_weight  # (R,)
-    """
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kl_weight * d kl / dz + privilege_weight * d privilege / dz as a factor (R,) on the tail's softmax, and values
+    (R, m) to add at columns (R, m) of this shard, where the tail's softmax is 0 or the label."""
     tail = kl_weight * side.kl_tail
-    support = kl_weight[:, None] * side.kl_support
-    if privilege_weight is not None:
-        tail = tail - privilege_weight * side.log_tail.exp()
-        support = support - privilege_weight[:, None] * side.log_support.exp()
-    if shift is not None:
-        tail = tail * (shift - side.tail_lse).exp()
-    columns, here = shard.columns(ids)
-    exponentials.mul_(tail[:, None])
-    exponentials.scatter_add_(1, columns, support.masked_fill(~here, 0.0))
+    values = kl_weight[:, None] * side.kl_support
     if privilege_weight is not None:
         assert labels is not None
-        column, here = shard.columns(labels[:, None])
-        exponentials.scatter_add_(1, column, privilege_weight[:, None].masked_fill(~here, 0.0))
-    return exponentials
+        tail = tail - privilege_weight * side.log_tail.exp()
+        values = values - privilege_weight[:, None] * side.log_support.exp()
+        values = torch.cat([values, privilege_weight[:, None]], dim=1)
+        ids = torch.cat([ids, labels[:, None]], dim=1)
+    columns, here = shard.columns(ids)
+    return tail, columns, values.masked_fill(~here, 0.0)
+
+
+def finish_gradient_(
+    exponentials: Tensor, shift: Tensor | None, side: SideRecord, parts: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Turns the tail's exponentials into the gradient that `gradient_parts` describes, in place.
+
+    exponentials  # (R, V), e^{z_j - shift}, 0 on the support
+    shift         # (R,) None: it is the tail's lse
+    """
+    tail, columns, values = parts
+    if shift is not None:
+        tail = tail * (shift - side.tail_lse).exp()
+    return exponentials.mul_(tail[:, None]).scatter_add_(1, columns, values)

@@ -11,8 +11,9 @@ arXiv 2608.13040, eqs. 9-13):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +21,21 @@ from torch import Tensor
 from lopd_fast import loss_checks as checks
 from lopd_fast.fused_head import Projection
 from lopd_fast.fused_linear import FusedLinearLoss
-from lopd_fast.logits_loss import LogitsLoss, compute_dtype
+from lopd_fast.logits_loss import LogitsLoss
 from lopd_fast.loss_backend import uses_triton
-from lopd_fast.loss_rows import RowOutputs
+from lopd_fast.loss_rows import LossOptions, RowOutputs
 from lopd_fast.loss_support import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _graph_break(function: Function) -> Function:
+    """torch.compile runs `function` as it is: the row maths is in place, and its shapes follow the mask."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class TopKTailKL:
         return cls(loss=loss, topk_ids=full.pop("ids"), **full)
 
 
+@_graph_break
 def topk_tail_kl(
     student_logits: Tensor,
     teacher_logits: Tensor | None = None,
@@ -96,8 +106,9 @@ def topk_tail_kl(
         process_group: logits are the shards (..., V_rank), in rank order, of a vocabulary split over this group;
             labels and ids stay global, gradients are local and every process gets the whole loss.
         backend: "torch" on any device, "triton" on CUDA (or anywhere under TRITON_INTERPRET=1), "auto": "triton" on
-            CUDA if it is installed, else "torch". They agree. The kernels take fp32 and half precision, k up to 127 and
-            a whole vocabulary; torch computes the rest whichever is named.
+            CUDA if it is installed, else "torch". They agree. The kernels take fp32 and half precision, supports of up
+            to 127 ids and a whole vocabulary. All else (fp64, larger supports, a process_group) is computed by torch,
+            on the same device and in the same memory bounds, whichever is named.
 
     Returns:
         TopKTailKL, whose loss, kl and privilege are differentiable.
@@ -115,43 +126,33 @@ def topk_tail_kl(
     if teacher_logits is not None:
         checks.float_tensor("teacher_logits", teacher_logits)
         checks.same_logits(student_logits, teacher_logits)
-    shard = VocabShard.of(width, process_group, student_logits.device)
-    options = checks.options(
-        shard, k=k, support=support, divergence=divergence, beta=beta, tail=tail, temperature=temperature
-    )
-    if teacher_topk is None:
-        checks.support_size(k, shard.total)
-    dtype = compute_dtype(student_logits, teacher_logits)
-    rows = checks.rows(
+    rows, served, options = _resolve(
+        (student_logits, teacher_logits),
         lead,
+        width,
+        teacher_topk=teacher_topk,
         labels=labels,
         token_weight=token_weight,
         privilege_weight=privilege_weight,
+        k=k,
+        support=support,
+        divergence=divergence,
+        beta=beta,
+        tail=tail,
+        temperature=temperature,
         num_items=num_items,
         ignore_index=ignore_index,
-        vocabulary=shard.total,
-        dtype=dtype,
-        device=student_logits.device,
+        process_group=process_group,
+        backend=backend,
     )
-    served = None
-    if teacher_topk is not None:
-        served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_logits.device)
-    support_ids = k if served is None else served[0].shape[-1]
-    split = shard.group is not None
-    options = replace(options, triton=uses_triton(backend, student_logits.device, dtype, support_ids, split))
-    inputs = (student_logits, teacher_logits, served, rows, options)
-    if options.triton:
-        from lopd_fast.triton_rows import TritonLogitsLoss  # imports triton
-
-        outputs = RowOutputs(*TritonLogitsLoss.apply(*inputs))
-    else:
-        outputs = RowOutputs(*LogitsLoss.apply(*inputs))
+    outputs = RowOutputs(*LogitsLoss.apply(student_logits, teacher_logits, served, rows, options))
     value = outputs.kl
     if rows.privilege_weight is not None and outputs.privilege is not None:
         value = value - rows.privilege_weight * outputs.privilege
     return TopKTailKL.spread((rows.weight * value).sum(), rows, lead, outputs)
 
 
+@_graph_break
 def fused_linear_topk_tail_kl(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -192,10 +193,10 @@ def fused_linear_topk_tail_kl(
         student_bias, teacher_bias: (V,).
         logit_softcap: c, None for none.
         chunk_size: rows per chunk; None: as many as a byte budget holds.
-        grad_filter: None is exact. A threshold such as 1e-5 on |d(D - v delta) / d(h W^T + b)|, relative to its largest
-            value in a chunk where that is below 1: columns of the vocabulary in which no row passes it enter the hidden
-            gradients by their mean alone, which skips most of that product on a sharp model. Gradients of weights and
-            biases stay exact.
+        grad_filter: None is exact. A threshold such as 1e-5 on d(D - v delta) / d(h W^T + b), relative to its largest
+            value in a chunk where that is below 1: columns of the vocabulary whose root mean square over the rows of a
+            chunk is surely below it enter the hidden gradients together, as one typical column, which skips most of
+            that product on a sharp model. Gradients of weights and biases stay exact. See docs/grad-filter.md.
         process_group: weights and biases are shards (V_rank, H) along the vocabulary; hidden states are replicated
             and get the whole gradient.
 
@@ -227,14 +228,68 @@ def fused_linear_topk_tail_kl(
             f"student_hidden has rows {tuple(lead)} but teacher_hidden has {tuple(teacher_hidden.shape[:-1])}: "
             "row n must be the same token on both sides"
         )
-    shard = VocabShard.of(student_weight.shape[0], process_group, student_hidden.device)
+    inputs = (student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
+    rows, served, options = _resolve(
+        inputs,
+        lead,
+        student_weight.shape[0],
+        teacher_topk=teacher_topk,
+        labels=labels,
+        token_weight=token_weight,
+        privilege_weight=privilege_weight,
+        k=k,
+        support=support,
+        divergence=divergence,
+        beta=beta,
+        tail=tail,
+        temperature=temperature,
+        num_items=num_items,
+        ignore_index=ignore_index,
+        process_group=process_group,
+        backend=backend,
+    )
+    device = student_hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)
+    projection = Projection(logit_scale, logit_softcap)
+    loss, *outputs = FusedLinearLoss.apply(
+        *inputs, wanted, served, rows, options, projection, chunk_size, grad_filter, autocast
+    )
+    return TopKTailKL.spread(loss, rows, lead, RowOutputs(*outputs))
+
+
+def _resolve(
+    inputs: tuple[Tensor | None, ...],
+    lead: torch.Size,
+    width: int,
+    *,
+    teacher_topk: tuple[Tensor, Tensor] | None,
+    labels: Tensor | None,
+    token_weight: Tensor | None,
+    privilege_weight: Tensor | None,
+    k: int,
+    support: str,
+    divergence: str,
+    beta: float,
+    tail: str,
+    temperature: float,
+    num_items: int | float | Tensor | None,
+    ignore_index: int,
+    process_group: ProcessGroup | None,
+    backend: str,
+) -> tuple[checks.Rows, tuple[Tensor, Tensor] | None, LossOptions]:
+    """The rows that count, a served teacher's lists, and the options, of a call on `inputs` with `width` local ids."""
+    student = inputs[0]
+    assert student is not None
+    # fp64 stays fp64, everything else is computed in fp32
+    double = any(x is not None and x.dtype == torch.float64 for x in inputs)
+    dtype, device = torch.float64 if double else torch.float32, student.device
+    shard = VocabShard.of(width, process_group, device)
     options = checks.options(
         shard, k=k, support=support, divergence=divergence, beta=beta, tail=tail, temperature=temperature
     )
     if teacher_topk is None:
         checks.support_size(k, shard.total)
-    inputs = (student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
-    dtype = compute_dtype(*inputs)
     rows = checks.rows(
         lead,
         labels=labels,
@@ -244,19 +299,11 @@ def fused_linear_topk_tail_kl(
         ignore_index=ignore_index,
         vocabulary=shard.total,
         dtype=dtype,
-        device=student_hidden.device,
+        device=device,
     )
     served = None
     if teacher_topk is not None:
-        served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, student_hidden.device)
-    support_ids = k if served is None else served[0].shape[-1]
-    split = shard.group is not None
-    options = replace(options, triton=uses_triton(backend, student_hidden.device, dtype, support_ids, split))
-    device = student_hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    wanted = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs)
-    projection = Projection(logit_scale, logit_softcap)
-    loss, *outputs = FusedLinearLoss.apply(
-        *inputs, wanted, served, rows, options, projection, chunk_size, grad_filter, autocast
-    )
-    return TopKTailKL.spread(loss, rows, lead, RowOutputs(*outputs))
+        served = checks.served_teacher(teacher_topk, lead, rows, shard.total, dtype, device)
+    ids = k if served is None else served[0].shape[-1]
+    triton = uses_triton(backend, device, dtype, ids, shard.group is not None)
+    return rows, served, replace(options, triton=triton)

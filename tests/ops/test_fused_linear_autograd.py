@@ -99,9 +99,9 @@ def test_rows_that_do_not_count_are_not_projected(monkeypatch: pytest.MonkeyPatc
     x["teacher_hidden"][::2] = float("inf")
     dirty = leaves_of(x)
     seen = []
-    project = Head.project
+    multiply = Head.multiply
     monkeypatch.setattr(
-        Head, "project", lambda self, hidden, out: (seen.append(len(hidden)), project(self, hidden, out))
+        Head, "multiply", lambda self, hidden, out: (seen.append(len(hidden)), multiply(self, hidden, out))
     )
     out = fused_linear_topk_tail_kl(**dirty, labels=labels, k=3)
     out.loss.backward()

@@ -24,7 +24,7 @@ def test_no_tensor_grows_with_the_number_of_rows() -> None:
 
 def test_chunks_are_sized_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, width = 1 << 20, 5000
-    monkeypatch.setattr("lopd_fast.fused_linear.LOGITS_BYTES", {"cpu": budget})
+    monkeypatch.setattr("lopd_fast.fused_linear.CHUNK_BYTES", {"cpu": budget})
     student, teacher = torch.randn(300, 4), torch.randn(300, 4)
     with LargestTensor() as tracked:
         fused_linear_topk_tail_kl(student, torch.randn(width, 4), teacher)

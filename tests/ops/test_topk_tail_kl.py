@@ -200,7 +200,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole.kl.square().sum().backward()
     grads = student.grad, teacher.grad
     student.grad = teacher.grad = None
-    monkeypatch.setattr("lopd_fast.logits_loss.SCRATCH_BYTES", {"cpu": 3 * 300 * 4})
+    monkeypatch.setattr("lopd_fast.loss_torch.SCRATCH_BYTES", {"cpu": 3 * 300 * 4})
     monkeypatch.setattr("lopd_fast.loss_rows.CACHE_BYTES", 2 * 300 * 4)
     parts = topk_tail_kl(student, teacher, labels=torch.arange(13), k=4)
     parts.kl.square().sum().backward()

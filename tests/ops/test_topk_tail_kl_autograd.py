@@ -154,7 +154,7 @@ def test_nan_in_rows_that_do_not_count(pair) -> None:
 def test_memory_is_the_gradients_and_a_chunk(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Beyond the gradients themselves, in their own dtype, no tensor holds more than a chunk of logits."""
     rows, width, chunk = 256, 4096, 16
-    monkeypatch.setattr("lopd_fast.logits_loss.SCRATCH_BYTES", {"cpu": chunk * width * 4})
+    monkeypatch.setattr("lopd_fast.loss_torch.SCRATCH_BYTES", {"cpu": chunk * width * 4})
     student = torch.randn(rows, width, dtype=dtype, requires_grad=True)
     teacher = torch.randn(rows, width, dtype=dtype, requires_grad=True)
     with LargestTensor() as forward:

@@ -1,8 +1,10 @@
 """Each kernel against the plain torch reference in its file, on what the loss does not reach: bias, scale, soft-cap."""
 
+import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from lopd_fast.kernels._common import Logits
 from lopd_fast.kernels.block_stats import block_stats, block_stats_ref
 from lopd_fast.kernels.logits_grad import logits_grad, logits_grad_ref
 from lopd_fast.kernels.select_support import select_support, select_support_ref
+from lopd_fast.kernels.support_logprobs import support_logprobs, support_logprobs_ref
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,11 +56,33 @@ def test_kernels_apply_bias_scale_and_softcap(cap_gain: float | None) -> None:
     assert relative_error(logits_grad(own, rows, None, *arguments), want) < 2e-6, "gradient in place"
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("cap_gain", [None, 8.0])
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_support_logprobs_is_the_reference(cap_gain: float | None, k: int) -> None:
+    """Two ids of one block, padding, a support that holds all there is of a block, and rows of -inf but for a few."""
+    x = peaked(4, 200, seed=2).float()
+    x[2, 3:] = float("-inf")
+    logits = Logits(x, bias=torch.randn(200), gain=0.1 if cap_gain else 0.7, cap_gain=cap_gain)
+    ids = select_support(logits, block_stats(logits)[0], k)
+    ids[1, k // 2 :] = -1
+    labels = torch.tensor([0, 199, 1, 64])
+    got = support_logprobs(logits, block_stats(logits), ids, labels)
+    want = support_logprobs_ref(
+        Logits(x.double(), bias=logits.bias, gain=logits.gain, cap_gain=cap_gain), ids, labels
+    )
+    for name, a, b in zip(("log_support", "log_tail", "tail_lse", "log_label"), got, want, strict=True):
+        assert a is not None and b is not None
+        finite = b.isfinite()
+        assert torch.equal(a[~finite].double(), b[~finite]), name
+        assert torch.allclose(a[finite].double(), b[finite], rtol=2e-6, atol=2e-6), name
+
+
 def test_every_kernel_compiles_without_a_spill(tmp_path: Path) -> None:
-    """The cubins of one configuration a kernel, for sm_90, on this machine."""
+    """The cubins of the most demanding configuration of each kernel, for three generations, on this machine."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "sass_report.py"), "--quick"],
+        [sys.executable, str(ROOT / "bench" / "sass_report.py"), "--quick", "--json", "report.json"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -65,5 +90,10 @@ def test_every_kernel_compiles_without_a_spill(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("block_stats", "logits_grad", "select", "rows"):
-        assert kernel in done.stdout, kernel
+    rows = json.loads((tmp_path / "report.json").read_text())["kernels"]
+    kernels = ("block_stats", "select", "support_logprobs", "bucket_divergence", "logits_grad")
+    assert {(row["kernel"], row["arch"]) for row in rows} == set(
+        product(kernels, ("sm_80", "sm_90", "sm_100"))
+    )
+    for row in rows:
+        assert row["spill_bytes"] == 0 and row["registers"] > 0, row

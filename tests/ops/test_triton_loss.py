@@ -177,12 +177,28 @@ def test_same_bits_twice_and_no_write_to_inputs() -> None:
     assert torch.equal(student, before[0]) and torch.equal(teacher, before[1])
 
 
-def test_what_the_kernels_do_not_take_is_computed_by_torch() -> None:
-    student, teacher = logits_pair(2, 200, seed=4, dtype=torch.float64)
-    several: list[Any] = [dict(k=3), dict(k=150)]
-    for options in several:
-        a, b = (topk_tail_kl(student, teacher, backend=name, **options) for name in ("torch", "triton"))
-        assert torch.equal(a.kl, b.kl)
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float64, 3), (torch.float32, 128), (torch.float32, 200)])
+def test_what_the_kernels_do_not_take_is_computed_by_torch(
+    dtype: torch.dtype, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp64 and supports over 127 ids, from logits and fused: the bits of backend="torch"."""
+    monkeypatch.setattr("lopd_fast.loss_triton.block_stats", None)  # nothing of the kernels may be called
+    student, teacher = logits_pair(2, 200, seed=4, dtype=dtype)
+    hidden, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(200, 8, dtype=dtype)
+    for loss, inputs in (
+        (topk_tail_kl, (student, teacher)),
+        (fused_linear_topk_tail_kl, (hidden[0], weight, hidden[1])),
+    ):
+        results = []
+        for backend in ("torch", "triton"):
+            leaves: Any = [x.clone().requires_grad_() for x in inputs]
+            out = loss(*leaves, k=k, backend=backend)
+            results.append((out.kl, *torch.autograd.grad(out.loss, leaves)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_largest_support_of_the_kernels() -> None:
+    check(*logits_pair(1, 300, seed=6), k=127, labels=torch.tensor([3]), privilege_weight=torch.ones(1))
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
