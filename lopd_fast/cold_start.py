@@ -110,7 +110,8 @@ def draw_evenly(groups: Sequence[str], count: int, seed: int) -> list[int]:
     """
     generator = torch.Generator().manual_seed(seed)
     left: dict[str, list[int]] = {}
-    for index in torch.randperm(len(groups), generator=generator).tolist():
+    order: list[int] = torch.randperm(len(groups), generator=generator).tolist()
+    for index in order:
         left.setdefault(groups[index], []).append(index)
     turns = list(left.values())
     drawn: list[int] = []
