@@ -73,6 +73,8 @@ def test_python_blocks(
             source = Path(importlib.util.find_spec(module).origin).read_text()  # pyright: ignore
             assert all(f"def {name.strip()}(" in source for name in names.split(",")), module
         return
+    if "runs/demo" in block:  # what a demo leaves; tests/test_demo.py loads and asks such a student
+        return
     verl_restated.install(monkeypatch)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
