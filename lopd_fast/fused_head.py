@@ -148,8 +148,13 @@ class Head:
         # A gradient of a softmax sums to 0 over the vocabulary; rounded to halves it does so too roughly.
         balanced = whole and self.cap is None and not self.native
         left = grad.new_zeros(len(grad)) if balanced else grad.sum(1, dtype=self.dtype)
-        for columns in active.split(WEIGHT_ROWS):
-            part, weight = grad.index_select(1, columns), self._operand(self.weight.index_select(0, columns))
+        # Written over by every piece: fresh memory costs a CPU more than the gather itself.
+        step = min(WEIGHT_ROWS, len(active))
+        parts, rows = grad.new_empty(len(grad) * step), self.weight.new_empty(step, self.weight.shape[1])
+        for columns in active.split(step):
+            part = parts[: len(grad) * len(columns)].view(len(grad), -1)
+            torch.index_select(grad, 1, columns, out=part)
+            weight = self._operand(torch.index_select(self.weight, 0, columns, out=rows[: len(columns)]))
             self._add_product(out, part, weight)
             left -= part.sum(1, dtype=self.dtype)
             row = row - self._product(shares[None, columns], weight)[0]
