@@ -28,16 +28,16 @@ def test_two_processes(name: str, tmp_path: Path):
 
 def main() -> None:
     """What each of the two processes does: `assert_same_training`, which compares all parameters."""
-    import test_trl
     import torch.distributed as dist
+    import trl_trainers
 
     name, folder = sys.argv[1:]
     for find_unused in (
         False,
         True,
-    ):  # whether the wrapper looks for unused parameters in the model's outputs
-        test_trl.assert_same_training(
-            getattr(test_trl, name),
+    ):  # whether the wrapper looks in the model's outputs for unused parameters
+        trl_trainers.assert_same_training(
+            getattr(trl_trainers, name),
             folder,
             accumulation=2,
             peft=False,
