@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lopd_fast.ragged_attention import checked_offsets, ragged_cross_attention
+from lopd_fast.ragged_attention import RaggedMemory, checked_offsets
+from lopd_fast.shared_weight import SharedWeight
 
 
 class QFormer(nn.Module):
@@ -43,6 +44,7 @@ class QFormer(nn.Module):
 
     dim: width of memory and latents.  heads, dim_head: either may be left out and is then dim / the other; given
     together their product is the attention's inner width and need not be dim.  ff_mult: feed-forward width / dim.
+    backend: of the attention, "torch" or "triton", or "auto" for triton on CUDA and torch elsewhere.
     Raises ValueError for a size below 1 or for a width that the heads do not divide.
     """
 
@@ -55,6 +57,8 @@ class QFormer(nn.Module):
         dim_head: int | None = None,
         ff_mult: int = 4,
         share_layers: bool = True,
+        *,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         sizes = dict(
@@ -66,7 +70,7 @@ class QFormer(nn.Module):
         heads, dim_head = _head_sizes(dim, heads, dim_head)
 
         self.dim, self.num_queries, self.depth = dim, num_queries, depth
-        self.heads, self.dim_head, self.share_layers = heads, dim_head, share_layers
+        self.heads, self.dim_head, self.share_layers, self.backend = heads, dim_head, share_layers, backend
         self.latents = nn.Parameter(torch.randn(num_queries, dim) * dim**-0.5)
         self.proj_in = nn.Linear(dim, dim)
         self.proj_out = nn.Linear(dim, dim)
@@ -96,10 +100,11 @@ class QFormer(nn.Module):
 
         applications = self.depth if self.share_layers else 1
         for attention, feed_forward in self._distinct_layers():
-            key, value = attention.project_memory(memory)
+            key_value = attention.project_memory(memory)
+            shared = RaggedMemory(key_value, cu_seqlens, self.num_queries, applications, backend=self.backend)
+            layer = _AppliedLayer(attention, feed_forward, shared)
             for _ in range(applications):
-                latents = latents + attention(latents, key, value, cu_seqlens)
-                latents = latents + feed_forward(latents)
+                latents = layer(latents)
         return self.norm_out(self.proj_out(latents))
 
     def _distinct_layers(self) -> Iterator[Any]:
@@ -158,7 +163,7 @@ class QFormer(nn.Module):
 
 
 class PerceiverAttention(nn.Module):
-    """Cross-attention of the latents over [memory ; latents]; the memory's keys and values are projected apart."""
+    """Cross-attention of the latents over [memory ; latents]: its parameters, and the memory's keys and values."""
 
     def __init__(self, dim: int, heads: int, dim_head: int) -> None:
         super().__init__()
@@ -169,22 +174,36 @@ class PerceiverAttention(nn.Module):
         self.to_kv = nn.Linear(dim, 2 * heads * dim_head, bias=False)
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """memory (total_tokens, dim) -> keys and values, each (total_tokens, heads, dim_head)."""
-        key, value = self.to_kv(self.norm1(memory)).unflatten(-1, (2, self.heads, self.dim_head)).unbind(-3)
-        return key, value
+    def project_memory(self, memory: Tensor) -> Tensor:
+        """memory (total_tokens, dim) -> keys and values (total_tokens, 2, heads, dim_head)."""
+        return self.to_kv(self.norm1(memory)).unflatten(-1, (2, self.heads, self.dim_head))
 
-    def forward(
-        self, latents: Tensor, key_memory: Tensor, value_memory: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
-        """latents (B, num_queries, dim) -> the residual's increment, same shape."""
-        latents = self.norm2(latents)
-        query = self.to_q(latents).unflatten(
-            -1, (self.heads, self.dim_head)
-        )  # (B, num_queries, heads, dim_head)
-        key, value = self.to_kv(latents).unflatten(-1, (2, self.heads, self.dim_head)).unbind(-3)
-        attended = ragged_cross_attention(query, key_memory, value_memory, cu_seqlens, key, value)
-        return self.to_out(attended.flatten(-2))
+
+class _AppliedLayer:
+    """A layer in one forward pass, in which it may be applied several times: to one memory, with the same weights."""
+
+    def __init__(self, attention: Any, feed_forward: Any, memory: RaggedMemory) -> None:
+        self.memory = memory
+        self.heads = (attention.heads, attention.dim_head)
+        self.norm, self.feed_forward_norm = attention.norm2, feed_forward[0]
+        self.to_q, self.to_kv, self.to_out, self.widen, self.narrow = (
+            SharedWeight(linear.weight)
+            for linear in (
+                attention.to_q,
+                attention.to_kv,
+                attention.to_out,
+                feed_forward[1],
+                feed_forward[3],
+            )
+        )
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """latents (B, num_queries, dim) -> the same after attention and feed-forward."""
+        normed = self.norm(latents)
+        query = self.to_q(normed).unflatten(-1, self.heads)
+        key_value = self.to_kv(normed).unflatten(-1, (2, *self.heads))
+        latents = latents + self.to_out(self.memory.attend(query, key_value).flatten(-2))
+        return latents + self.narrow(F.gelu(self.widen(self.feed_forward_norm(latents))))
 
 
 def _feed_forward(dim: int, mult: int) -> nn.Sequential:

@@ -2,128 +2,152 @@
 
     out_b = softmax(q_b [K_b ; K'_b]^T / sqrt(D)) [V_b ; V'_b]      K, V of the memory; K', V' of the latents
 
-Every sample's slice of the packed memory is attended to by itself, so the work is that of the real tokens and nothing
-is padded. Backward recomputes the probabilities P from their logsumexp, with dS = P * (dO V^T - rowsum(dO * O)).
+Every sample's rows of the packed memory are attended to by themselves, so nothing is padded. Backward recomputes the
+probabilities P from their logsumexp, so nothing as long as the memory is kept. With dS = P * (dO V^T - rowsum(dO * O)),
+
+    dq = dS K / sqrt(D)                        in the layer that asked
+    dK = dS^T q / sqrt(D),   dV = P^T dO       summed over the queries of every layer that attended to the memory
+
+and that sum is one product with the queries of all layers side by side. For it a layer hands its q, dO, lse and
+rowsum(dO * O) to the memory through autograd, as the gradients of four empty tensors that tie it to the memory.
+
+`lopd_fast.kernels.perceiver_attention` computes on CUDA, `ragged_torch` elsewhere; the two offer the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lopd_fast import ragged_torch
+from lopd_fast.kernel_backend import uses_kernels
+
+MAX_KERNEL_DIM = 256  # wider heads are left to torch
+
+
+class RaggedMemory:
+    """Keys and values of a ragged batch of memories, attended to `uses` times and given their gradient once."""
+
+    def __init__(
+        self,
+        key_value: Tensor,
+        cu_seqlens: Tensor,
+        num_queries: int,
+        uses: int = 1,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        """
+        key_value   # (total_tokens, 2, H, D), any strides; sample b owns rows cu_seqlens[b]:cu_seqlens[b + 1]
+        cu_seqlens  # (B + 1,) int32 or int64, read on the host
+
+        Raises ValueError for offsets that do not run from 0 up to total_tokens, or a backend that cannot run.
+        """
+        self.offsets = checked_offsets(cu_seqlens, key_value.shape[0])
+        self.ops = _operations(backend, key_value)
+        self.key_value = key_value.detach()
+        _, _, heads, dim = key_value.shape
+        self.query_shape = (len(self.offsets) - 1, num_queries, heads, dim)
+        ties = _Ties.apply(key_value, self, uses)
+        self._ties = [ties[use : use + 4] for use in range(0, 4 * uses, 4)]
+
+    def attend(self, query: Tensor, key_value_latent: Tensor) -> Tensor:
+        """softmax(q [K ; K']^T / sqrt(D)) [V ; V'] of each sample, (B, num_queries, H, D) in the query's dtype.
+
+        query             # (B, num_queries, H, D), any strides
+        key_value_latent  # (B, num_queries, 2, H, D), any strides
+
+        Scores and sums are fp32 (fp64 for fp64). Differentiable once.
+        Raises ValueError for other shapes, or for more uses than the memory was made for.
+        """
+        batch, queries, heads, dim = self.query_shape
+        latent_shape = (batch, queries, 2, heads, dim)
+        if query.shape != self.query_shape or key_value_latent.shape != latent_shape:
+            raise ValueError(
+                f"This memory of {batch} samples needs queries {self.query_shape} and latents {latent_shape}, "
+                f"got {tuple(query.shape)} and {tuple(key_value_latent.shape)}."
+            )
+        if not self._ties:
+            raise ValueError("This memory has been attended to as often as it was made for: raise `uses`.")
+        return _Attend.apply(query, key_value_latent, self, *self._ties.pop(0))  # type: ignore
 
 
 def ragged_cross_attention(
-    query: Tensor,
-    key_memory: Tensor,
-    value_memory: Tensor,
-    cu_seqlens: Tensor,
-    key_latent: Tensor,
-    value_latent: Tensor,
+    query: Tensor, key_value: Tensor, cu_seqlens: Tensor, key_value_latent: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """softmax(q [K_memory ; K_latent]^T / sqrt(D)) [V_memory ; V_latent] for each sample of a ragged batch.
-
-    query, key_latent, value_latent  # (B, Q, H, D), any strides
-    key_memory, value_memory         # (total_tokens, H, D); sample b owns rows cu_seqlens[b]:cu_seqlens[b + 1]
-    Returns (B, Q, H, D) in the query's dtype; scores and sums are fp32 (fp64 for fp64). Differentiable once.
-    The backward pass recomputes the probabilities from their logsumexp (B, H, Q), so a layer keeps nothing of length L.
-    Raises ValueError for offsets that do not run from 0 up to total_tokens, or that are not B + 1.
-    """
-    offsets = checked_offsets(cu_seqlens, key_memory.shape[0])
-    if len(offsets) != query.shape[0] + 1:
-        raise ValueError(
-            f"cu_seqlens has {len(offsets)} entries for {query.shape[0]} samples: it needs one more than them."
-        )
-    return _RaggedCrossAttention.apply(query, key_memory, value_memory, offsets, key_latent, value_latent)  # type: ignore
+    """`RaggedMemory.attend` to a memory that is used once."""
+    return RaggedMemory(key_value, cu_seqlens, query.shape[1], backend=backend).attend(
+        query, key_value_latent
+    )
 
 
-class _RaggedCrossAttention(torch.autograd.Function):
-    """The latents' own keys are one batched product; the memories are a loop. Both share one softmax normaliser.
-
-    Scores lie key-major, (H, L, Q), so that no product needs the strided keys or values copied.
-    """
-
+class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key_memory: Tensor,
-        value_memory: Tensor,
-        offsets: list[int],
-        key_latent: Tensor,
-        value_latent: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, latent: Tensor, memory: RaggedMemory, *ties: Tensor) -> Tensor:  # type: ignore[override]
         with torch.autocast(query.device.type, enabled=False):
-            q = _by_head(query) * query.shape[-1] ** -0.5  # (B, H, Q, D)
-            latent_scores = _by_head(key_latent) @ q.mT  # (B, H, Q, Q)
-            highest = latent_scores.amax(-2, keepdim=True)  # (B, H, 1, Q), as is total
-            total, attended = torch.zeros_like(highest), torch.zeros_like(q)
-            for b, rows in _segments(offsets):
-                scores = _by_head(key_memory[rows]) @ q[b].mT  # (H, L, Q)
-                torch.maximum(highest[b], scores.amax(1, keepdim=True), out=highest[b])
-                weights = scores.sub_(highest[b]).exp_()
-                total[b] = weights.sum(1, keepdim=True)
-                attended[b] = weights.mT @ _by_head(value_memory[rows])
-            weights = latent_scores.sub_(highest).exp_()
-            total += weights.sum(-2, keepdim=True)
-            attended += weights.mT @ _by_head(value_latent)
-            out = (attended / total.mT).transpose(1, 2).to(query.dtype)
-            lse = total.log_().add_(highest)
-        ctx.save_for_backward(query, key_memory, value_memory, key_latent, value_latent, out, lse)
-        ctx.offsets = offsets
+            out, lse = memory.ops.attend(query, memory.key_value, memory.offsets, latent)
+        ctx.save_for_backward(query, memory.key_value, latent, out, lse)
+        ctx.ops, ctx.offsets = memory.ops, memory.offsets
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *inputs, out, lse = ctx.saved_tensors
-        query, key_memory, value_memory, key_latent, value_latent = inputs
-        grads = [torch.empty(x.shape, dtype=_wide_dtype(x), device=x.device) for x in inputs]
-        d_query, d_key, d_value, d_key_latent, d_value_latent = (_by_head(grad) for grad in grads)
-        scale = query.shape[-1] ** -0.5
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key_value, latent, out, lse = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            q, d_out = _by_head(query) * scale, _by_head(grad_out)
-            through_out = (d_out * _by_head(out)).sum(-1).unsqueeze(-2)  # (B, H, 1, Q)
-
-            def backpropagate(
-                b: slice | int, key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor
-            ) -> Tensor:
-                """Writes the gradients of some keys and values, returns their share of the scaled query's."""
-                weights = (key @ q[b].mT).sub_(lse[b]).exp_()
-                torch.matmul(weights, d_out[b], out=d_value)
-                d_scores = (value @ d_out[b].mT).sub_(through_out[b]).mul_(weights)
-                torch.matmul(d_scores, q[b], out=d_key)
-                return d_scores.mT @ key
-
-            everyone = slice(None)
-            d_query[:] = backpropagate(
-                everyone, _by_head(key_latent), _by_head(value_latent), d_key_latent, d_value_latent
+            through_out = (d_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)  # (B, H, Q)
+            d_query, d_latent = ctx.ops.attend_backward(
+                query, key_value, ctx.offsets, latent, d_out, lse, through_out
             )
-            for b, rows in _segments(ctx.offsets):
-                key, value = _by_head(key_memory[rows]), _by_head(value_memory[rows])
-                d_query[b] += backpropagate(b, key, value, d_key[:, rows], d_value[:, rows])
-            d_query *= scale
-        d_query, d_key, d_value, d_key_latent, d_value_latent = (
-            grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)
-        )
-        return d_query, d_key, d_value, None, d_key_latent, d_value_latent
+        return d_query, d_latent, None, query, d_out, lse, through_out
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """(..., rows, H, D) -> (..., H, rows, D), a view unless it has to be widened."""
-    return x.to(_wide_dtype(x)).transpose(-3, -2)
+class _Ties(torch.autograd.Function):
+    """Four empty tensors a use, shaped as what that use will hand back: q, dO, lse, rowsum(dO * O)."""
+
+    @staticmethod
+    def forward(ctx: Any, key_value: Tensor, memory: RaggedMemory, uses: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.save_for_backward(memory.key_value)
+        ctx.ops, ctx.offsets = memory.ops, memory.offsets
+        ctx.set_materialize_grads(False)
+        batch, queries, heads, _ = memory.query_shape
+        row = key_value.new_zeros(()).expand(memory.query_shape)
+        number = row.new_zeros((), dtype=_wide_dtype(key_value)).expand(batch, heads, queries)
+        return tuple(x.view_as(x) for _ in range(uses) for x in (row, row, number, number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        (key_value,) = ctx.saved_tensors
+        used = [parts[use : use + 4] for use in range(0, len(parts), 4) if parts[use] is not None]
+        if not used:
+            return None, None, None
+        queries, d_outs, lses, throughs = zip(*used, strict=True)
+        query, d_out = torch.cat(queries, dim=1), torch.cat(d_outs, dim=1)  # (B, uses * Q, H, D)
+        lse, through_out = torch.cat(lses, dim=2), torch.cat(throughs, dim=2)  # (B, H, uses * Q)
+        with torch.autocast(key_value.device.type, enabled=False):
+            gradient = ctx.ops.memory_gradient(query, key_value, ctx.offsets, d_out, lse, through_out)
+        return gradient, None, None
+
+
+def _operations(backend: str, key_value: Tensor) -> Any:
+    """The module that computes: fp64, and heads too wide for a kernel, are torch's on any backend."""
+    if (
+        uses_kernels(backend, key_value.device)
+        and key_value.dtype != torch.float64
+        and key_value.shape[-1] <= MAX_KERNEL_DIM
+    ):
+        from lopd_fast.kernels import perceiver_attention  # imports triton
+
+        return perceiver_attention
+    return ragged_torch
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _segments(offsets: list[int]) -> Iterator[tuple[int, slice]]:
-    """Index and rows of every sample that has any memory."""
-    return ((b, slice(*ends)) for b, ends in enumerate(pairwise(offsets)) if ends[0] < ends[1])
 
 
 def checked_offsets(cu_seqlens: Tensor, total: int) -> list[int]:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lopd_fast.qformer import QFormer, qformer_ref, ragged_cross_attention
+from lopd_fast.qformer import QFormer, qformer_ref
+from lopd_fast.ragged_attention import RaggedMemory, ragged_cross_attention
 
 RAGGED = [0, 1, 7, 65, 1033]
 Run = tuple[Tensor, dict[str, Tensor]]
@@ -98,23 +99,23 @@ def test_attention_gradients_by_finite_differences_and_strided_inputs() -> None:
     latent = torch.randn(3, heads, 3, queries, dim_head, dtype=torch.float64, requires_grad=True)
 
     def attend(memory: Tensor, latent: Tensor) -> Tensor:
-        query, key, value = latent.transpose(1, 3).unbind(2)
-        key_memory, value_memory = memory.unbind(2)
-        return ragged_cross_attention(query, key_memory, value_memory, offsets_of(lengths), key, value)
+        latent = latent.permute(0, 3, 2, 1, 4)  # (B, Q, 3, H, D), of the strides that a caller may have
+        return ragged_cross_attention(
+            latent[:, :, 0], memory.transpose(1, 2), offsets_of(lengths), latent[:, :, 1:]
+        )
 
     assert torch.autograd.gradcheck(attend, (memory, latent))
 
 
 def test_peaked_scores_do_not_overflow() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 2, 8) for _ in range(3))
-    key_memory, value_memory = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    key_memory[3] = query[0, 0] * 300  # scores of a few hundred, beyond exp() in fp32
-    key_memory.requires_grad_()
-    output = ragged_cross_attention(query, key_memory, value_memory, offsets_of([5]), key, value)
-    torch.testing.assert_close(output[0, 0], value_memory[3])
+    query, latent, memory = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 2, 8), torch.randn(5, 2, 2, 8)
+    memory[3, 0] = query[0, 0] * 300  # scores of a few hundred, beyond exp() in fp32
+    memory.requires_grad_()
+    output = ragged_cross_attention(query, memory, offsets_of([5]), latent)
+    torch.testing.assert_close(output[0, 0], memory[3, 1])
     output.square().sum().backward()
-    assert key_memory.grad is not None and key_memory.grad.isfinite().all()
+    assert memory.grad is not None and memory.grad.isfinite().all()
 
 
 def test_empty_memories_leave_the_latents_to_themselves() -> None:
@@ -236,9 +237,15 @@ def test_bad_inputs_are_refused() -> None:
         module(batched, mask=mask[:, :4])
     with pytest.raises(ValueError, match="of torch.float32"):
         module(batched, mask=mask.float())
-    with pytest.raises(ValueError, match="3 entries for 3 samples"):
-        latent = torch.randn(3, 2, 2, 4)
-        ragged_cross_attention(latent, torch.randn(9, 2, 4), torch.randn(9, 2, 4), offsets, latent, latent)
+    with pytest.raises(ValueError, match="backend must be .* not 'cuda'"):
+        QFormer(24, heads=2, backend="cuda")(packed, offsets)
+    keys, query, latent = torch.randn(9, 2, 2, 4), torch.randn(3, 2, 2, 4), torch.randn(3, 2, 2, 2, 4)
+    with pytest.raises(ValueError, match="memory of 2 samples needs queries"):
+        ragged_cross_attention(query, keys, offsets, latent)
+    attended = RaggedMemory(keys, offsets, num_queries=2)
+    attended.attend(query[:2], latent[:2])
+    with pytest.raises(ValueError, match="as often as it was made for"):
+        attended.attend(query[:2], latent[:2])
 
 
 @pytest.mark.parametrize(
