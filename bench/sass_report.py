@@ -114,16 +114,17 @@ def cases() -> Iterator[Case]:
     yield from gradient_cases()
 
     blocks = block_count(WIDTH)
-    for k, (name, flags) in itertools.product(SUPPORTS, READS.items()):
-        config, quick = f"fp32 k={k}{name}", k == 127 and flags is CAPPED
+    for dtype, k, (name, flags) in itertools.product(["bf16", "fp32"], SUPPORTS, READS.items()):
+        config, quick = f"{dtype} k={k}{name}", dtype == "fp32" and k == 127 and flags is CAPPED
         constants, warps = select_support.select_launch(k, blocks)
-        moved = select_support.bytes_moved(1, WIDTH, 4, k)
-        yield Case(select_support.select_kernel, config, flags | constants, warps, moved, quick=quick)
+        constants |= flags
+        moved = select_support.bytes_moved(1, WIDTH, ITEMSIZE[dtype], k)
+        yield Case(select_support.select_kernel, config, constants, warps, moved, dtype, quick=quick)
         constants, warps = support_logprobs.support_launch(k, blocks)
         constants |= flags | dict(LABEL=True)
-        moved = support_logprobs.bytes_moved(1, WIDTH, 4, k)
+        moved = support_logprobs.bytes_moved(1, WIDTH, ITEMSIZE[dtype], k)
         kernel = support_logprobs.support_logprobs_kernel
-        yield Case(kernel, config, constants, warps, moved, quick=quick)
+        yield Case(kernel, config, constants, warps, moved, dtype, quick=quick)
 
     for k, divergence, tail in itertools.product(SUPPORTS, DIVERGENCES, TAILS):
         constants = dict(K=k, LANES=lane_count(k), DIVERGENCE=divergence, TAIL=tail)

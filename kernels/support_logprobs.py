@@ -40,15 +40,16 @@ def flops(rows: int, width: int, k: int) -> int:
     return rows * (block_count(width) * (k + 4) + BLOCK * k * (k + 4))
 
 
-# Blocks of which a program holds the statistics at a time; with 1024, bench/sass_report.py showed spills.
-TILE = 512
+# Blocks of which a program holds the statistics at a time. With other pairs of this and the warps below,
+# bench/sass_report.py showed spills of 8 or 16 bytes on one generation or another.
+TILE = 256
 
 
 def support_launch(k: int, blocks: int) -> tuple[dict[str, int], int]:
-    """Constants and warps of `support_logprobs_kernel`: 16 columns a thread of the blocks that hold the support."""
+    """Constants and warps of `support_logprobs_kernel`: at most 32 columns a thread of the held blocks."""
     lanes, tile = lane_count(k), min(TILE, max(16, triton.next_power_of_2(blocks)))
     constants = dict(K=k, LANES=lanes, TILES=triton.cdiv(blocks, tile), TILE=tile, BLOCK=BLOCK)
-    return constants, max(4, lanes * BLOCK // (16 * 32))
+    return constants, 4 if lanes < 64 else 8
 
 
 @triton.jit
@@ -67,11 +68,12 @@ def _tail_in_held_blocks(
     ids = tl.load(ids_ptr + lane, mask=lane < K, other=-1)
     held = tl.where(ids >= 0, ids // BLOCK, -1).to(tl.int32)  # (LANES,)
     columns = held[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (LANES, 64)
-    keep = (held >= 0)[:, None] & (columns < width)
+    keep, first = columns < width, held >= 0  # first: each block once
     for i in range(K):
         one = tl.load(ids_ptr + i).to(tl.int32)
-        first = (held != tl.where(one >= 0, one // BLOCK, -1)) | (lane <= i)  # each block once
-        keep = keep & (columns != one) & first[:, None]
+        first = first & ((held != tl.where(one >= 0, one // BLOCK, -1)) | (lane <= i))
+        keep = keep & (columns != one)
+    keep = keep & first[:, None]
     z = load_logits(logits, columns, keep, BIAS, SOFTCAP)
     peak = tl.max(tl.max(z, axis=1), axis=0)
     total = tl.sum(tl.sum(tl.exp(z - tl.where(peak == NEG_INF, 0.0, peak)), axis=1), axis=0)
