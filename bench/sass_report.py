@@ -1,13 +1,13 @@
-"""What the compiler makes of the loss kernels: registers, spills, shared memory, occupancy, the time of their bytes.
+"""What the compiler makes of the kernels: registers, spills, shared memory, occupancy, the time of their bytes.
 
     python bench/sass_report.py                            every kernel for sm_80, sm_90 and sm_100
     python bench/sass_report.py --arch sm_90 --json f.json
     python bench/sass_report.py --quick                    the most demanding configuration of each
 
 Needs triton and no GPU. Each kernel is compiled as it is launched and its cubin is read with the cuobjdump that
-triton brings. Predicted times are bytes / bandwidth at 3.35 TB/s (H100) and 4.8 TB/s (H200), for 40,960 rows of
-151,936 logits. The exit status is 1 if a kernel does not compile or spills; none of them keeps arrays, so all of a
-stack is spill.
+triton brings. Predicted times are bytes / bandwidth at 3.35 TB/s (H100) and 4.8 TB/s (H200), for 40,960 rows: of
+151,936 logits in the loss; tokens of a memory, or queries, of width 4,096 in the QFormer's attention. The exit status
+is 1 if a kernel does not compile or spills; none of them keeps arrays, so all of a stack is spill.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # ahead of triton, which reads it when imported
 
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -35,6 +36,9 @@ from lopd_fast.kernels import (  # noqa: E402
     block_stats,
     bucket_divergence,
     logits_grad,
+    perceiver_attention,
+    perceiver_gradient,
+    perceiver_tiles,
     select_support,
     support_logprobs,
 )
@@ -60,6 +64,7 @@ class Case:
     dtype: str = "fp32"  # of logits
     out_dtype: str = "fp32"  # of their gradient
     quick: bool = False  # the one of its kernel that needs the most registers
+    stages: int = 3  # of a pipelined loop; triton's own choice
 
 
 def main() -> int:
@@ -134,6 +139,8 @@ def cases() -> Iterator[Case]:
             kernel, warps = bucket_divergence.bucket_divergence_kernel, bucket_divergence.LAUNCH["num_warps"]
             yield Case(kernel, config, constants, warps, moved, quick=quick)
 
+    yield from perceiver_cases()
+
 
 def gradient_cases() -> Iterator[Case]:
     """Out of place as from logits, in place as in the fused loss, and into half precision as it does on a device."""
@@ -158,6 +165,36 @@ def gradient_cases() -> Iterator[Case]:
             out,
             quick=(dtype, out, k, flags) == ("fp32", "fp32", 127, CAPPED),
         )
+
+
+def perceiver_cases() -> Iterator[Case]:
+    """The QFormer's attention, 32 queries a sample, for heads of every size that backbones have; 256 is the widest."""
+    kernels = (
+        perceiver_attention.attend_chunk_kernel,
+        perceiver_attention.attend_combine_kernel,
+        perceiver_gradient.query_gradient_chunk_kernel,
+        perceiver_gradient.latent_gradient_kernel,
+        perceiver_gradient.memory_gradient_kernel,
+    )
+    dtypes = dict(bf16=torch.bfloat16, fp32=torch.float32, fp16=torch.float16)
+    sizes = [64, 72, 80, 96, 128, 160, 256]
+    for (name, dtype), dim, kernel in itertools.product(dtypes.items(), sizes, kernels):
+        constants = perceiver_tiles.constants(kernel.__name__.removesuffix("_kernel"), 32, dim, dtype)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        quick = (name, dim) == (("fp32", 160) if "chunk" in kernel.__name__ else ("bf16", 80))
+        moved = PERCEIVER_TRANSFERS[kernel.__name__] * 4096 * ITEMSIZE[name]
+        config = f"{name} D={dim}"
+        yield Case(kernel, config, constants, warps, moved, name, name, quick, stages)
+
+
+# Rows of width 4,096 that are read or written per token of the memory, or per query.
+PERCEIVER_TRANSFERS = dict(
+    attend_chunk_kernel=2,
+    attend_combine_kernel=4,
+    query_gradient_chunk_kernel=2,
+    latent_gradient_kernel=7,
+    memory_gradient_kernel=4,
+)
 
 
 def report(case: Case, arch: int) -> dict[str, Any]:
@@ -207,29 +244,36 @@ def report(case: Case, arch: int) -> dict[str, Any]:
     )
 
 
+INPUT_POINTERS = {"logits_ptr", "query_ptr", "d_out_ptr", "key_ptr", "value_ptr"}
+INPUT_POINTERS |= {"d_query_ptr", "d_key_ptr", "d_value_ptr"}  # gradients, in the dtype of the inputs
+PERCEIVER_STRIDES = ("query", "d_out", "memory", "latent", "d_memory", "d_latent")
+PERCEIVER_STRIDES = tuple(f"{name}_stride" for name in PERCEIVER_STRIDES)
+
+
 def compile_case(case: Case, arch: int) -> Any:
     names, signature = case.function.arg_names, {}
     for name in names:
         if name in case.constants:
             signature[name] = "constexpr"
-        elif name == "logits_ptr":
+        elif name in INPUT_POINTERS:
             signature[name] = "*" + case.dtype
         elif name == "out_ptr":
             signature[name] = "*" + case.out_dtype
         elif name.endswith("_ptr"):
-            index = ("offsets_ptr", "ids_ptr", "labels_ptr", "position_ptr")
+            index = ("offsets_ptr", "ids_ptr", "labels_ptr", "position_ptr", "chunk_ptr", "chunk_range_ptr")
             signature[name] = "*i64" if name.endswith(index) else "*fp32"
         else:
-            signature[name] = "fp32" if name.endswith("gain") or name == "beta" else "i32"
+            signature[name] = "fp32" if name.endswith("gain") or name in ("beta", "scale") else "i32"
     divisible = [["tt.divisibility", 16]]
     attributes = {
         (i,): divisible
         for i, name in enumerate(names)
-        if name.endswith("_ptr") or name in ("width", "out_row_stride")
+        if name.endswith("_ptr") or name in ("width", "out_row_stride", *PERCEIVER_STRIDES)
     }
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.function, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=case.warps))
+    options = dict(num_warps=case.warps, num_stages=case.stages)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 if __name__ == "__main__":

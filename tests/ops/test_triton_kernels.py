@@ -92,6 +92,13 @@ def test_every_kernel_compiles_without_a_spill(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "report.json").read_text())["kernels"]
     kernels = ("block_stats", "select", "support_logprobs", "bucket_divergence", "logits_grad")
+    kernels += (
+        "attend_chunk",
+        "attend_combine",
+        "query_gradient_chunk",
+        "latent_gradient",
+        "memory_gradient",
+    )
     assert {(row["kernel"], row["arch"]) for row in rows} == set(
         product(kernels, ("sm_80", "sm_90", "sm_100"))
     )
