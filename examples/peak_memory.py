@@ -1,4 +1,4 @@
-"""What the examples share: running a function in a process of its own, whose peak memory is then the function's."""
+"""What the examples share: by how much a function raises a process's peak memory."""
 
 import multiprocessing
 import resource
@@ -9,12 +9,13 @@ from typing import Any
 
 
 def peak_of(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """The function's result, and by how many MiB it raised the peak memory of a process that had torch loaded."""
+    """`peak_here` in a new process that has imported what this one has."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure, function, args).result()
+        return pool.submit(peak_here, function, *args).result()
 
 
-def _measure(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float]:
+def peak_here(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The function's result, and by how many MiB it raised this process's peak, if that only rose until now."""
     before = _peak_mib()
     result = function(*args)
     return result, _peak_mib() - before

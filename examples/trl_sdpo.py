@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-from trl_side_by_side import SEQUENCES, STEPS, common_settings, side_by_side, tiny_model, tiny_tokenizer
+from trl_side_by_side import SEQUENCES, common_settings, side_by_side, tiny_model, tiny_tokenizer
 
 
 def first_of_two(completions: list[Any], **_: Any) -> list[float]:
@@ -15,10 +15,10 @@ def first_of_two(completions: list[Any], **_: Any) -> list[float]:
     return [float(i % 2 == 0) for i in range(len(completions))]
 
 
-def make_trainer(tokens: int, vocabulary: int) -> Any:
+def make_trainer(steps: int, tokens: int, vocabulary: int) -> Any:
     """A self-distillation on the student's top-20 and a tail bucket, from attempts that succeeded."""
     args = SDPOConfig(
-        **common_settings(),
+        **common_settings(steps),
         distillation_mode="topk_logits",
         distillation_topk=20,
         distillation_add_tail=True,
@@ -33,7 +33,7 @@ def make_trainer(tokens: int, vocabulary: int) -> Any:
         model=tiny_model(vocabulary),
         reward_funcs=[first_of_two],
         args=args,
-        train_dataset=Dataset.from_list([example] * (SEQUENCES * STEPS)),
+        train_dataset=Dataset.from_list([example] * (SEQUENCES * steps)),
         processing_class=tiny_tokenizer(),
     )
 

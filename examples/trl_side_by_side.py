@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peak_memory import peak_of
+from peak_memory import peak_here, peak_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 
 from lopd_fast.integrations.trl import use_fused_loss
 
 VOCABULARY = 151_936  # as wide as Qwen's
-SEQUENCES, STEPS = 8, 2
+SEQUENCES = 8
+
+
+Make = Callable[[int, int, int], Any]  # steps, tokens a sequence, vocabulary -> a trainer
 
 
 def tiny_model(vocabulary: int, seed: int = 0) -> LlamaForCausalLM:
@@ -50,11 +53,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def common_settings() -> dict[str, Any]:
+def common_settings(steps: int) -> dict[str, Any]:
     """Arguments that every trainer's config takes."""
     return dict(
         output_dir="runs/trl-example",
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=SEQUENCES,
         learning_rate=1e-3,
         logging_steps=1,
@@ -66,11 +69,9 @@ def common_settings() -> dict[str, Any]:
     )
 
 
-def losses_of(
-    make_trainer: Callable[[int, int], Any], tokens: int, vocabulary: int, fused: bool
-) -> list[float]:
+def losses_of(make_trainer: Make, steps: int, tokens: int, vocabulary: int, fused: bool) -> list[float]:
     """Train one variant."""
-    trainer = make_trainer(tokens, vocabulary)
+    trainer = make_trainer(steps, tokens, vocabulary)
     trainer.remove_callback(PrinterCallback)
     if fused:
         use_fused_loss(trainer)  # the line to add
@@ -78,17 +79,20 @@ def losses_of(
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def side_by_side(make_trainer: Callable[[int, int], Any], name: str) -> None:
-    """Train each variant in a process of its own. `make_trainer` takes tokens a sequence and a vocabulary."""
+def side_by_side(make_trainer: Make, name: str, tokens: int = 32) -> None:
+    """Train with TRL's loss in another process and with the fused one in this, so that each has a peak of its own."""
     parser = argparse.ArgumentParser(description=f"{name} with TRL's loss and with the fused one")
-    parser.add_argument("--tokens", type=int, default=32, help=f"of each of {SEQUENCES} completions")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"of each of {SEQUENCES} completions")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     args = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONWARNINGS": "ignore"}
-    print(f"{name}: {STEPS} steps of {SEQUENCES * args.tokens} tokens, vocabulary {args.vocabulary}")
+    print(f"{name}: {args.steps} steps of {SEQUENCES * args.tokens} tokens, vocabulary {args.vocabulary}")
     peaks = []
-    for variant in ("usual", "fused"):
-        losses, peak = peak_of(losses_of, make_trainer, args.tokens, args.vocabulary, variant == "fused")
+    for variant, measured in (("usual", peak_of), ("fused", peak_here)):
+        losses, peak = measured(
+            losses_of, make_trainer, args.steps, args.tokens, args.vocabulary, variant == "fused"
+        )
         peaks.append(peak)
         print(
             f"{variant}: losses {'  '.join(f'{loss:.4f}' for loss in losses)}   peak memory {peak:,.0f} MiB"

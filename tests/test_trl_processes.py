@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distillation", "sdft", "gkd"])
+@pytest.mark.parametrize("name", ["distillation", "sdpo", "sdft", "gkd"])
 def test_two_processes(name: str, tmp_path: Path):
     pytest.importorskip("trl", minversion="1.16")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
