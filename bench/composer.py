@@ -1,11 +1,12 @@
 """The composer's QFormer against `qformer_ref`, forward and backward: time, peak memory and error.
 
-    python bench/composer.py                          memory lengths x batch sizes, and one ragged batch
+    python bench/composer.py                          memory lengths x batch sizes, and two ragged batches
     python bench/composer.py --json rows.jsonl --plot composer.png
 
 A row is one batch of memories. Both sides run on the very same tensors, first checked against `qformer_ref` in fp64,
-then timed in turns. Times are 20/50/80 % quantiles of forward + backward; peak memory is what the run allocates on
-top of parameters and inputs. A side whose error is out of bounds gets no speed-up and the exit status is 1.
+then timed in turns. Times are 20/50/80 % quantiles of forward + backward, the speed-up is the median of the ratios of
+each turn; peak memory is what the step holds on top of parameters, inputs and the gradients that it returns. A side
+whose error is out of bounds gets no speed-up and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import argparse
 import json
 import platform
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import Step, interleaved_ms, peak_extra_bytes, quantiles, relative_error
 from torch import Tensor
 
 from lopd_fast.qformer import QFormer, qformer_ref
 
 SIDES = ("ours", "restatement")
+RAGGED = [[700, 1, 1500, 333], [0, 1, 7, 65, 1033]]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-Step = Callable[[], dict[str, Tensor]]  # runs forward and backward; output and gradients by name
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
     sizes = dict(num_queries=options.queries, depth=options.depth, heads=options.heads)
     module = QFormer(options.dim, **sizes).to(device, dtype)
     batches = [[length] * batch for batch in options.batches for length in options.lengths]
-    batches += [options.ragged] if options.ragged else []
+    batches += [lengths for lengths in options.ragged or RAGGED if lengths]
 
     setting = dict(
         device=torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU",
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="samples per batch")
     parser.add_argument(
-        "--ragged", type=int, nargs="*", default=[700, 1, 1500, 333], help="one batch of mixed lengths"
+        "--ragged", type=int, nargs="*", action="append", help="a batch of mixed lengths; may be repeated"
     )
     parser.add_argument("--dim", type=int, default=576)
     parser.add_argument("--heads", type=int, default=9)
@@ -89,63 +90,117 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(module: QFormer, lengths: list[int], repeats: int) -> dict[str, Any]:
-    """One row: checks both sides on these lengths, then times them in turns."""
-    parameter = module.latents
-    memory = torch.randn(sum(lengths), module.dim, device=parameter.device, dtype=parameter.dtype)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    upstream = torch.randn(len(lengths), module.num_queries, module.dim, device=memory.device)
-    steps = sides(module, memory, cu_seqlens, upstream)
+def large_row(
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    dim: int = 4096,
+    heads: int = 32,
+    memories: int = 32 * 3,
+    between: tuple[int, int] = (1024, 8192),
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """A row at the size of an 8B backbone's step: 32 tasks with 3 memories of 1k to 8k tokens each.
 
-    exact = restatement(module, memory, cu_seqlens, upstream, torch.float64)()
+    Both sides are checked on the two shortest memories, in fp64. The restatement goes backward sample by sample: the
+    graphs of all of them at once would hold some 140 GB in bf16.
+    """
+    torch.manual_seed(0)
+    module = QFormer(dim, heads=heads).to(device, dtype)
+    lengths = torch.randint(between[0], between[1] + 1, (memories,)).tolist()
+    return measure(module, lengths, repeats, checked=sorted(lengths)[:2], apart=True)
+
+
+def measure(
+    module: QFormer, lengths: list[int], repeats: int, checked: list[int] | None = None, apart: bool = False
+) -> dict[str, Any]:
+    """One row: checks both sides, on these lengths or those to be `checked`, then times them in turns.
+
+    apart: the restatement takes one sample after the other, backward included.
+    """
+    inputs = batch_of(module, checked or lengths)
+    memory, device = inputs[0], inputs[0].device
+    exact = restatement(module, *inputs, torch.float64)()
     errors = {}
-    for side, step in steps.items():
+    for side, step in sides(module, *inputs, apart=apart).items():
         result = step()
         error = {name: relative_error(result[name], right) for name, right in exact.items()}
         errors[side] = dict(output=error.pop("output"), gradient=max(error.values()))
-    del exact
-    peaks = {side: peak_bytes(step, memory.device) for side, step in steps.items()}
-    seconds: dict[str, list[float]] = {side: [] for side in steps}
-    for _ in range(repeats):
-        for side, step in steps.items():
-            seconds[side].append(timed(step, memory.device))
+    del exact, result, step
     correct = all(error < TOLERANCE[memory.dtype] for error in errors["ours"].values())
-    quantiles = {
-        side: torch.tensor(taken).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-        for side, taken in seconds.items()
-    }
+
+    steps = sides(module, *(batch_of(module, lengths) if checked else inputs), apart=apart)
+    peaks = {side: peak_extra_bytes(step, device) for side, step in steps.items()}
+    times, failed = interleaved_ms(steps, repeats, device)
+    for failure in failed.values():
+        raise failure
+    ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["restatement"], strict=True)]
     return dict(
         lengths=lengths,
         tokens=sum(lengths),
-        ms={side: [round(1e3 * q, 3) for q in values] for side, values in quantiles.items()},
+        ms={side: [round(ms, 3) for ms in quantiles(taken)] for side, taken in times.items()},
         peak_mib={side: round(peak / 2**20, 3) for side, peak in peaks.items()},
         error=errors,
         correct=correct,
-        speedup=quantiles["restatement"][1] / quantiles["ours"][1] if correct else None,
-        memory_ratio=peaks["ours"] / peaks["restatement"],
+        speedup=quantiles(ratios)[1] if correct else None,
+        memory_ratio=peaks["ours"] / max(1, peaks["restatement"]),
     )
 
 
-def sides(module: QFormer, memory: Tensor, cu_seqlens: Tensor, upstream: Tensor) -> dict[str, Step]:
+def batch_of(module: QFormer, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """A memory (total_tokens, dim), cu_seqlens (B + 1,), and the output's gradient (B, num_queries, dim)."""
+    options: Any = dict(device=module.latents.device, dtype=module.latents.dtype)
+    memory = torch.randn(sum(lengths), module.dim, **options)
+    upstream = torch.randn(len(lengths), module.num_queries, module.dim, **options)
+    return memory, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), upstream
+
+
+def sides(
+    module: QFormer, memory: Tensor, cu_seqlens: Tensor, upstream: Tensor, *, apart: bool
+) -> dict[str, Step]:
     leaf = memory.clone().requires_grad_()
-    parameters = dict(module.named_parameters())
+    leaves = dict(module.named_parameters()) | {"memory": leaf}
 
     def ours() -> dict[str, Tensor]:
-        return backpropagated(parameters | {"memory": leaf}, lambda: module(leaf, cu_seqlens), upstream)
+        return backpropagated(leaves, lambda: module(leaf, cu_seqlens), upstream)
 
-    return {"ours": ours, "restatement": restatement(module, memory, cu_seqlens, upstream, memory.dtype)}
+    return {
+        "ours": ours,
+        "restatement": restatement(module, memory, cu_seqlens, upstream, memory.dtype, apart),
+    }
 
 
 def restatement(
-    module: QFormer, memory: Tensor, cu_seqlens: Tensor, upstream: Tensor, dtype: torch.dtype
+    module: QFormer,
+    memory: Tensor,
+    cu_seqlens: Tensor,
+    upstream: Tensor,
+    dtype: torch.dtype,
+    apart: bool = False,
 ) -> Step:
     state = {name: p.detach().to(dtype, copy=True).requires_grad_() for name, p in module.named_parameters()}
     leaf = memory.to(dtype, copy=True).requires_grad_()
+    sizes = dict(heads=module.heads, depth=module.depth)
 
-    def forward() -> Tensor:
-        return qformer_ref(state, leaf, cu_seqlens, heads=module.heads, depth=module.depth)
+    def together() -> dict[str, Tensor]:
+        leaves = state | {"memory": leaf}
+        return backpropagated(leaves, lambda: qformer_ref(state, leaf, cu_seqlens, **sizes), upstream)
 
-    return lambda: backpropagated(state | {"memory": leaf}, forward, upstream)
+    def one_by_one() -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        samples: dict[str, list[Tensor]] = {"memory": [], "output": []}
+        for rows, one in zip(leaf.detach().split(cu_seqlens.diff().tolist()), upstream, strict=True):
+            rows, ends = rows.requires_grad_(), torch.tensor([0, len(rows)])
+            leaves = state | {"memory": rows}
+            found = backpropagated(
+                leaves, lambda rows=rows, ends=ends: qformer_ref(state, rows, ends, **sizes), one[None]
+            )
+            for name, parts in samples.items():
+                parts.append(found.pop(name))
+            total = {name: total[name].add_(x) if name in total else x for name, x in found.items()}
+        return total | {name: torch.cat(parts) for name, parts in samples.items()}
+
+    return one_by_one if apart else together
 
 
 def backpropagated(
@@ -154,41 +209,6 @@ def backpropagated(
     output = forward()
     grads = torch.autograd.grad(output, list(leaves.values()), upstream.to(output.dtype))
     return dict(zip(leaves, grads, strict=True)) | {"output": output.detach()}
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
-def timed(step: Step, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_bytes(step: Step, device: torch.device) -> int:
-    """Most bytes held at once during a step, over those held before it; on the CPU by replaying the allocator's log."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step()
-    events: Any = profile.profiler.kineto_results.events()  # type: ignore
-    log = sorted(
-        (event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()
-    )
-    return int(torch.tensor([event.nbytes() for event in log]).cumsum(0).max())
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -357,15 +357,32 @@ def test_bad_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_bench_runs_at_its_smallest_size(tmp_path: Path) -> None:
-    bench = Path(__file__).parents[2] / "bench" / "composer.py"
-    sizes = (
-        "--lengths 5 --batches 2 --ragged 3 0 4 --dim 16 --heads 2 --queries 4 --depth 2 --repeats 1".split()
-    )
-    rows = tmp_path / "rows.jsonl"
+    """The table, its rows and its picture; and the row for a device, here on the CPU."""
+    code = """if True:
+        import json, sys, torch
+        sys.path.insert(0, sys.argv.pop(1))
+        import composer
+        status = composer.main()
+        row = composer.large_row("cpu", torch.float32, dim=16, heads=2, memories=3, between=(2, 9), repeats=1)
+        print(json.dumps(row))
+        sys.exit(status)
+    """
+    sizes = "--lengths 5 --batches 2 --ragged 3 0 4 --dim 16 --heads 2 --queries 4 --depth 2 --repeats 1"
+    options = [*sizes.split(), "--json", "rows.jsonl", "--plot", "rows.png"]
+    bench = str(Path(__file__).parents[2] / "bench")
     done = subprocess.run(
-        [sys.executable, str(bench), *sizes, "--json", str(rows)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code, bench, *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["lengths"] for row in found] == [[5, 5], [3, 0, 4]]
-    assert all(row["correct"] and row["peak_mib"]["ours"] > 0 for row in found)
+    large = json.loads(done.stdout.splitlines()[-1])
+    assert len(large["lengths"]) == 3 and all(2 <= length <= 9 for length in large["lengths"])
+    for row in [*found, large]:
+        assert row["correct"] and row["speedup"] > 0 and row["peak_mib"]["ours"] > 0
+        assert max(error for side in row["error"].values() for error in side.values()) < 1e-4
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
