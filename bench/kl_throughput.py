@@ -17,6 +17,7 @@ import json
 import math
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         problem = make_problem(rows, options.vocab, options.hidden, DTYPES[options.dtype], device, K)
         exact = exact_answers(problem)
         print(f"\n{label(size)}\n{exact.inputs}\n", flush=True)
-        measured = compare(problem, exact, size, options.repeats)
+        measured = compare(problem, exact, size, options.repeats, PROVIDERS)
         print(table(measured), flush=True)
         results += measured
     if options.json:
@@ -115,12 +116,14 @@ def rough_bytes(rows: int, vocab: int, hidden: int) -> float:
     return 6 * (vocab + 4 * rows) * hidden + 6 * 8 * min(rows, CHECKED_ROWS) * vocab
 
 
-def compare(problem: Problem, exact: Exact, size: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+def compare(
+    problem: Problem, exact: Exact, size: dict[str, Any], repeats: int, providers: Iterable[Provider]
+) -> list[dict[str, Any]]:
     """One row per provider: checked, weighed, then timed in turns with all others."""
     device = problem.weight.device
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    for provider in PROVIDERS:
+    for provider in providers:
         if provider.needs_cuda and device.type != "cuda":
             continue
         row = rows[provider.name] = dict(name=provider.name) | size | dict.fromkeys(NUMBERS)
