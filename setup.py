@@ -62,6 +62,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "pyright>=1.1.400",
         "pytest>=8.3",
+        "pytest-benchmark>=5.0",
         "pytest-xdist>=3.6",
         "ruff>=0.9",
         "triton>=3.6",

@@ -42,7 +42,8 @@ def plain_formula(compiled: bool) -> Callable[[Problem], Step]:
     def prepare(problem: Problem) -> Step:
         passes: list[Callable[..., Any]] = [support, student_kl, teacher_kl]
         if compiled:
-            passes = [torch.compile(x) for x in passes]
+            # A sweep would else compile its second row count for every one, into slower code.
+            passes = [torch.compile(x, dynamic=False) for x in passes]
 
         def step() -> dict[str, Tensor]:
             with torch.no_grad():

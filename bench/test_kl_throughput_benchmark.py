@@ -1,6 +1,5 @@
 """The providers of `kl_throughput` under pytest-benchmark, for comparing one's own commits:
 
-    pip install pytest-benchmark
     PYTHONPATH=bench pytest bench/test_kl_throughput_benchmark.py --benchmark-autosave
     PYTHONPATH=bench pytest bench/test_kl_throughput_benchmark.py --benchmark-compare
 
