@@ -4,9 +4,10 @@
     python bench/composer.py --json rows.jsonl --plot composer.png
 
 A row is one batch of memories. Both sides run on the very same tensors, first checked against `qformer_ref` in fp64,
-then timed in turns. Times are 20/50/80 % quantiles of forward + backward, the speed-up is the median of the ratios of
-each turn; peak memory is what the step holds on top of parameters, inputs and the gradients that it returns. A side
-whose error is out of bounds gets no speed-up and the exit status is 1.
+then timed in turns. Times are 20/50/80 % quantiles of forward + backward. The speed-up is the median of the ratios of
+each turn; next to it stands that of the FLOP of the matrix products alone. Peak memory is what the step holds on top
+of parameters, inputs and the gradients that it returns. A side whose error is out of bounds gets no speed-up and the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -144,6 +145,26 @@ def measure(
         correct=correct,
         speedup=quantiles(ratios)[1] if correct else None,
         memory_ratio=peaks["ours"] / max(1, peaks["restatement"]),
+        products=products(module, lengths),
+    )
+
+
+def products(module: QFormer, lengths: list[int]) -> dict[str, float]:
+    """FLOP of the matrix products of a step, counted: what a speed-up of equally quick products would be.
+
+    The restatement projects the memory in every layer, ours once; its attention keeps the probabilities, ours computes
+    them anew twice: in the layer and for the memory's gradient.
+    """
+    dim, inner, rows = module.dim, module.heads * module.dim_head, len(lengths) * module.num_queries
+    feed_forward = sum(weight.numel() for name, weight in module.named_parameters() if ".1.weight" in name)
+    layer = 4 * dim * inner + 2 * feed_forward // (1 if module.share_layers else module.depth)
+    query_side = 6 * rows * (module.depth * layer + dim * dim)
+    read, project = 6 * sum(lengths) * dim * dim, 6 * sum(lengths) * dim * 2 * inner
+    attend = 2 * module.depth * sum(lengths) * module.num_queries * inner
+    times = 1 if module.share_layers else module.depth
+    return dict(
+        ours=query_side + read + times * project + 9 * attend,
+        restatement=query_side + read + module.depth * project + 6 * attend,
     )
 
 
@@ -220,7 +241,8 @@ def print_row(row: dict[str, Any]) -> None:
         gain = ""
         if side == "ours":
             speed = f"{row['speedup']:.2f}" if row["correct"] else "WRONG"
-            gain = f"speed {speed}, memory {row['memory_ratio']:.2f}"
+            counted = row["products"]["restatement"] / row["products"]["ours"]
+            gain = f"speed {speed} (products {counted:.2f}), memory {row['memory_ratio']:.2f}"
         print(
             f"{label:>22} {side:>12} {times:>24} {row['peak_mib'][side]:>9.2f} "
             f"{error['output']:>13.1e} {error['gradient']:>9.1e}  {gain}",
@@ -229,23 +251,37 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Time and peak memory against the batch's memory tokens, both sides, on logarithmic axes."""
+    """Time and peak memory against the batch's memory tokens, a line a batch size, on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
-    rows = sorted(rows, key=lambda row: row["tokens"])
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
     panels = [("forward + backward, ms (median)", lambda row, side: row["ms"][side][1])]
     panels += [("peak memory, MiB", lambda row, side: row["peak_mib"][side])]
     for axis, (title, value) in zip(axes, panels, strict=True):
-        for side in SIDES:
-            axis.loglog([row["tokens"] for row in rows], [value(row, side) for row in rows], "o-", label=side)
+        for side, colour in zip(SIDES, ("C0", "C1"), strict=True):
+            for (size, even), mark in zip(
+                sorted({batch_kind(row) for row in rows}), "osD^v<>" * 9, strict=False
+            ):
+                drawn = sorted((r["tokens"], value(r, side)) for r in rows if batch_kind(r) == (size, even))
+                label = f"{side}, {size} memor{'y' if size == 1 else 'ies'}{'' if even else ', ragged'}"
+                axis.loglog(*zip(*drawn, strict=True), mark + "-", color=colour, label=label)
+        tokens = sorted({row["tokens"] for row in rows})
+        ticks = [x for i, x in enumerate(tokens) if i == 0 or x > 1.4 * tokens[i - 1]]
+        axis.set_xticks(ticks, [str(x) for x in ticks])
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set(xlabel="memory tokens in the batch", title=title)
         axis.grid(alpha=0.3, which="both")
-        axis.legend()
+        axis.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def batch_kind(row: dict[str, Any]) -> tuple[int, bool]:
+    """Memories of a batch, and whether they are of one length."""
+    return len(row["lengths"]), len(set(row["lengths"])) == 1
 
 
 if __name__ == "__main__":
