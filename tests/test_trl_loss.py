@@ -1,12 +1,16 @@
 """The parts of the fused loss for TRL's trainers by themselves."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trl_trainers import GKDTrainer, scaled
 
 from lopd_fast.fused_head import Projection
@@ -40,6 +44,17 @@ def test_refuses_heads_that_are_more_than_a_weight():
     odd.config.logit_scale = 0.5  # the model keeps the one that it was made with
     with pytest.raises(ValueError, match=r"scale 0\.5 and soft-cap None"):
         check_head(odd, "student")
+
+
+def test_refuses_a_sharded_head(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = tiny.model(tie=False)
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"the teacher's output head is sharded \(a DTensor\)"):
+            check_head(model, "teacher")
+    finally:
+        dist.destroy_process_group()
 
 
 def random_side(rows: int, width: int, projection: Projection, bias: bool) -> HeadInput:

@@ -136,9 +136,9 @@ def ranks_with_1_and_4_tokens(group: Any) -> None:
     student_loss(replicated(rows), replicated.module.head.weight, part, num_items=ROWS / size).backward()
     same_gradients(replicated, "DDP")
 
+    mesh = DeviceMesh.from_group(group, "cpu")
     for own_group in (False, True):
         model: Any = Student()
-        mesh = DeviceMesh.from_group(group, "cpu")
         if own_group:
             fully_shard(model.head, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -149,6 +149,14 @@ def ranks_with_1_and_4_tokens(group: Any) -> None:
             model.head.unshard()
         student_loss(hidden, model.head.weight, part, num_items=ROWS / size).backward()
         same_gradients(model, f"FSDP2, head in its own group: {own_group}")
+
+    model = Student()  # gathered by full_tensor(), which the documents warn of
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    whole = model.head.weight.full_tensor()
+    student_loss(model(rows), whole, part, num_items=ROWS / size).backward()
+    with pytest.raises(AssertionError, match="full_tensor: head.weight"):
+        same_gradients(model, "full_tensor")
 
 
 def verl_over_tensor_parallel_ranks(group: Any) -> None:
