@@ -13,7 +13,7 @@ All three passes, with the signatures of `lopd_fast.ragged_torch`: attend, atten
 """
 
 # A type checker takes a kernel for the plain function under @triton.jit.
-# pyright: reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

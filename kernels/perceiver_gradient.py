@@ -11,7 +11,7 @@ side, so dK and dV are written once. Every number is written by one program, in 
 """
 
 # A type checker takes a kernel for the plain function under @triton.jit.
-# pyright: reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

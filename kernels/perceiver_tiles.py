@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 CHUNK_KEYS = (1024, 512, 256, 128)  # the largest that gives PROGRAMS is taken
 PROGRAMS = 1056  # eight on each of 132 multiprocessors
@@ -18,7 +19,7 @@ PROGRAMS = 1056  # eight on each of 132 multiprocessors
 
 def constants(kernel: str, queries: int, dim_head: int, dtype: torch.dtype) -> dict:
     """What a kernel is compiled for, and its launch: none spills by bench/sass_report.py, D up to 256."""
-    interpreted = triton.knobs.runtime.interpret
+    interpreted = knobs.runtime.interpret
     exact = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
     width = max(16, triton.next_power_of_2(dim_head))
     small = width <= 128 and dtype != torch.float32
