@@ -176,7 +176,7 @@ def test_refuses_what_it_cannot_do_the_same(tmp_path: Any, monkeypatch: pytest.M
                 use_fused_loss(trainer)
     with pytest.raises(TypeError, match="not object"):
         use_fused_loss(object())
-    from trl import SFTTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
 
     with pytest.raises(TypeError, match="not SFTTrainer"):
         use_fused_loss(SFTTrainer.__new__(SFTTrainer))

@@ -59,12 +59,13 @@ def exact_divergence(
 @contextmanager
 def exact_loss(trainer: Any) -> Iterator[None]:
     """Within, a trainer's own loss in fp64 from the very hidden states and weights that its heads multiply."""
+    heads = {model.get_output_embeddings() for model in (trainer.model, trainer.teacher_model)}
     with ExitStack() as stack:
         if isinstance(trainer, DistillationTrainer):
             stack.enter_context(
                 exchanged(sys.modules[DistillationTrainer.__module__], CHUNKED_LOSS, exact_divergence)
             )
-        for head in {trainer.model.get_output_embeddings(), trainer.teacher_model.get_output_embeddings()}:
+        for head in heads:
             head.forward = lambda hidden, head=head: operand(hidden) @ operand(head.weight).T
             stack.callback(delattr, head, "forward")
         yield
