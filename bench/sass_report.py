@@ -181,20 +181,16 @@ def perceiver_cases() -> Iterator[Case]:
     for (name, dtype), dim, kernel in itertools.product(dtypes.items(), sizes, kernels):
         constants = perceiver_tiles.constants(kernel.__name__.removesuffix("_kernel"), 32, dim, dtype)
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-        quick = (name, dim) == (("fp32", 160) if "chunk" in kernel.__name__ else ("bf16", 80))
-        moved = PERCEIVER_TRANSFERS[kernel.__name__] * 4096 * ITEMSIZE[name]
-        config = f"{name} D={dim}"
-        yield Case(kernel, config, constants, warps, moved, name, name, quick, stages)
-
-
-# Rows of width 4,096 that are read or written per token of the memory, or per query.
-PERCEIVER_TRANSFERS = dict(
-    attend_chunk_kernel=2,
-    attend_combine_kernel=4,
-    query_gradient_chunk_kernel=2,
-    latent_gradient_kernel=7,
-    memory_gradient_kernel=4,
-)
+        title = kernel.__name__
+        alone = title.startswith(("attend_combine", "latent"))  # a row is a query, else a token of the memory
+        row = dict(tokens=int(not alone), samples=int(alone), queries=1, heads=32, dim=128)
+        passes = perceiver_gradient.bytes_moved(**row, itemsize=ITEMSIZE[name])
+        if title.startswith("attend"):
+            moved = perceiver_attention.bytes_moved(**row, itemsize=ITEMSIZE[name])
+        else:
+            moved = passes["memory_gradient" if title.startswith("memory") else "attend_backward"]
+        quick = (name, dim) == (("bf16", 80) if alone else ("fp32", 160))
+        yield Case(kernel, f"{name} D={dim}", constants, warps, moved, name, name, quick, stages)
 
 
 def report(case: Case, arch: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def constants(kernel: str, queries: int, dim_head: int, dtype: torch.dtype) -> d
     elif small:
         step = min(width, 64) if kernel == "latent_gradient" else width
     else:
-        step = 16 if kernel == "attend_combine" else 32
+        step = 16 if kernel in ("attend_combine", "memory_gradient") else 32
     block_q = 32 if queries > 16 and small else 16
     alone = kernel in ("attend_combine", "latent_gradient")  # a program a sample, with the latents for keys
     return dict(
