@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lopd_fast.config import LoraConfig, ModelConfig
 from lopd_fast.errors import UserError
+from lopd_fast.packed_forward import packed_hidden, packing_of
+from lopd_fast.prefix_tree import Packed
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -179,19 +181,17 @@ class Backbone(nn.Module):
         finally:
             self._switch(before)
 
-    def hidden(
-        self, side_mask: Tensor, ids: Tensor | None = None, embeddings: Tensor | None = None
-    ) -> Tensor:
-        """Last hidden states (B, T, H) of ids (B, T) or embeddings (B, T, H) under mask (B, T), in the current role."""
-        body = self.model.get_decoder()
-        if embeddings is not None:
-            output = body(inputs_embeds=embeddings, attention_mask=side_mask, use_cache=False)
-        else:
-            output = body(input_ids=ids, attention_mask=side_mask, use_cache=False)
-        return output.last_hidden_state
+    def hidden(self, packed: Packed, embeddings: Tensor | None = None) -> Tensor:
+        """Last hidden states (T, H) of packed tokens, or of embeddings (T, H) in their place, in the current role."""
+        return packed_hidden(self.model, packed, embeddings)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether packed sequences may share tokens on this backbone."""
+        return packing_of(self.model) == "tree"
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings (B, T, H) of ids (B, T)."""
+        """Input embeddings (..., H) of ids (...)."""
         return self.model.get_input_embeddings()(ids)
 
     @property

@@ -1,6 +1,6 @@
 """The data that travels through a step, as structs.
 
-Shape legend: B rollouts, T tokens of a padded row, N supervised (student-written) tokens of the whole batch,
+Shape legend: B rollouts, T packed tokens of one side, N supervised (student-written) tokens of the whole batch,
 L latent tokens of one rollout (experiences x queries), H hidden size, V vocabulary.
 """
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lopd_fast.bank import Experience
 from lopd_fast.envs.base import Message, Task
+from lopd_fast.prefix_tree import Packed
 
 
 @dataclass
@@ -39,16 +40,15 @@ class Rollout:
 
 @dataclass
 class Side:
-    """One model's view of the batch: right-padded ids, and where the supervised tokens are predicted from."""
+    """One model's view of the batch: packed sequences, and where the supervised tokens are predicted from."""
 
-    ids: Tensor  # (B, T) int64; slot positions hold the pad id
-    attention_mask: Tensor  # (B, T) bool
-    rows: Tensor  # (N,) int64 into the flattened (B*T): the position whose output predicts the token
-    slots: Tensor  # (total latents,) int64 into the flattened (B*T); empty on the student's side
+    packed: Packed  # T distinct tokens; slot positions hold the pad id
+    rows: Tensor  # (N,) int64 into the T tokens: the place whose output predicts the token
+    slots: Tensor  # (total latents,) int64 into the T tokens; empty on the student's side
 
     def to(self, device: torch.device) -> "Side":
         """The same view on `device`."""
-        return Side(*(tensor.to(device) for tensor in (self.ids, self.attention_mask, self.rows, self.slots)))
+        return Side(self.packed.to(device), self.rows.to(device), self.slots.to(device))
 
 
 @dataclass

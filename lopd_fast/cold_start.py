@@ -95,7 +95,8 @@ class ColdStart:
         """Mean NLL over the student-written tokens of `examples`, given their experiences' latents."""
         rollouts = [rollout for rollout, _ in examples]
         latents = self.composer([(rollout.task.text, hits) for rollout, hits in examples])
-        batch = pack_step(rollouts, [latent.shape[0] for latent in latents], self.renderer).to(
+        counts = [latent.shape[0] for latent in latents]
+        batch = pack_step(rollouts, counts, self.renderer, self.backbone.shares_prefixes).to(
             self.backbone.device
         )
         hidden = teacher_hidden(self.backbone, batch.teacher, latents)

@@ -7,6 +7,7 @@ its J experiences in retrieval order, (J*K, H).
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from lopd_fast.backbone import Backbone
 from lopd_fast.bank import Experience
 from lopd_fast.config import ComposerConfig
+from lopd_fast.prefix_tree import pack
 from lopd_fast.qformer import QFormer
 
 MEMORY_HEAD = "Task to solve:\n{task}\n\nReference past trajectory:\n"
+ANCHOR_CACHE_BYTES = 256 * 2**20
 Request = tuple[str, Sequence[Experience]]  # a task's text and the experiences retrieved for it
 
 
@@ -42,7 +45,7 @@ class Composer(nn.Module):
             share_layers=config.share_layers,
         ).to(backbone.device)
         self._anchor: QFormer | None = None
-        self._anchor_cache: dict[tuple[str, str, str], Tensor] = {}
+        self._anchor_cache: dict[str, Tensor] = {}  # by the pair's digest, the oldest first
 
     def forward(self, requests: Sequence[Request]) -> list[Tensor]:
         """Latents of every request: (J_b*K, H) fp32, J_b >= 0 being the number of its experiences."""
@@ -65,18 +68,21 @@ class Composer(nn.Module):
 
     @torch.no_grad()
     def anchor(self, requests: Sequence[Request]) -> list[Tensor]:
-        """c_phi0 of every request, computed once per (task, experience) and kept.
+        """c_phi0 of every request, computed once per (task, experience) and kept on the CPU.
 
-        The cache holds K*H fp32 numbers a pair, on the CPU.
+        The cache holds ANCHOR_CACHE_BYTES at most. It is part of `state`: what a pair was encoded with in one batch
+        decides its last bits, so a resumed run must find the same pairs in it.
         """
         assert self._anchor is not None, "freeze_anchor comes first"
-        pairs = _pairs(requests)
-        # One by one: a resumed run, whose cache is empty, gets the same bits, whatever else a step asks for.
-        for pair in dict.fromkeys(pairs):
-            if pair not in self._anchor_cache:
-                self._anchor_cache[pair] = self._compress([pair], "anchor", self._anchor)[0].cpu()
         device = self.backbone.device
-        found = {pair: self._anchor_cache[pair].to(device) for pair in set(pairs)}
+        distinct = {pair: _digest(pair) for pair in _pairs(requests)}
+        missing = [pair for pair, digest in distinct.items() if digest not in self._anchor_cache]
+        if missing:
+            for pair, latents in zip(missing, self._compress(missing, "anchor", self._anchor), strict=True):
+                self._anchor_cache[distinct[pair]] = latents.to("cpu", copy=True)
+        found = {pair: self._anchor_cache[digest].to(device) for pair, digest in distinct.items()}
+        while sum(latents.nbytes for latents in self._anchor_cache.values()) > ANCHOR_CACHE_BYTES:
+            del self._anchor_cache[next(iter(self._anchor_cache))]
         return _per_request(requests, found, torch.zeros(0, self.backbone.hidden_size, device=device))
 
     def trainable(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
@@ -93,6 +99,10 @@ class Composer(nn.Module):
             parts |= {
                 "anchor": self.backbone.adapter_state("anchor"),
                 "anchor_qformer": self._anchor.state_dict(),
+                "anchor_cache": {
+                    f"{place:08d}-{digest}": latents
+                    for place, (digest, latents) in enumerate(self._anchor_cache.items())
+                },
             }
         return {f"{part}/{key}": value for part, values in parts.items() for key, value in values.items()}
 
@@ -110,7 +120,8 @@ class Composer(nn.Module):
             assert self._anchor is not None
             self.backbone.load_adapter_state("anchor", parts["anchor"])
             self._anchor.load_state_dict(parts["anchor_qformer"])
-            self._anchor_cache.clear()
+            cached = sorted(parts.get("anchor_cache", {}).items())
+            self._anchor_cache = {name.partition("-")[2]: latents.cpu() for name, latents in cached}
 
     @property
     def backbone(self) -> Backbone:
@@ -120,13 +131,12 @@ class Composer(nn.Module):
     def _compress(self, pairs: Sequence[tuple[str, str, str]], role: str, qformer: QFormer) -> Tensor:
         """Latents (len(pairs), K, H) of (task, experience id, trace) pairs by an encoder role and its QFormer."""
         sequences = [self._memory_ids(task, trace) for task, _, trace in pairs]
-        memories: list[Tensor] = [torch.empty(0)] * len(sequences)
+        memories = []
         with self.backbone.role(role):
-            for rows in _by_length(sequences, self.config.encoder_batch_tokens):
-                ids, mask = _pad([sequences[row] for row in rows], self.backbone.device)
-                hidden = self.backbone.hidden(mask, ids=ids).float()  # (rows, T, H)
-                for index, row in enumerate(rows):
-                    memories[row] = hidden[index, : len(sequences[row])]
+            for batch in _batches(sequences, self.config.encoder_batch_tokens):
+                packed, paths = pack(batch, share=self.backbone.shares_prefixes)
+                hidden = self.backbone.hidden(packed.to(self.backbone.device)).float()  # (T, H)
+                memories.append(hidden[torch.cat(paths).to(hidden.device)])
         lengths = torch.tensor([0] + [len(sequence) for sequence in sequences])
         return qformer(torch.cat(memories), lengths.cumsum(0).to(torch.int32))
 
@@ -135,6 +145,10 @@ class Composer(nn.Module):
         head = self.tokenizer(MEMORY_HEAD.format(task=task), add_special_tokens=False).input_ids
         body = self.tokenizer(trace, add_special_tokens=False).input_ids
         return (head + body)[: self.config.max_memory_tokens]  # pyright: ignore
+
+
+def _digest(pair: tuple[str, str, str]) -> str:
+    return sha256("\0".join(pair).encode()).hexdigest()
 
 
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str, str]]:
@@ -151,24 +165,15 @@ def _per_request(
     ]
 
 
-def _by_length(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Row numbers in batches of like length, each at most `budget` padded tokens (or one row)."""
-    batch: list[int] = []
-    for row in sorted(range(len(sequences)), key=lambda row: len(sequences[row])):
-        if batch and (len(batch) + 1) * len(sequences[row]) > budget:
+def _batches(sequences: Sequence[list[int]], budget: int) -> Iterator[list[list[int]]]:
+    """The sequences, in order, in batches of at most `budget` tokens (or one sequence)."""
+    batch: list[list[int]] = []
+    left = budget
+    for sequence in sequences:
+        if batch and len(sequence) > left:
             yield batch
-            batch = []
-        batch.append(row)
+            batch, left = [], budget
+        batch.append(sequence)
+        left -= len(sequence)
     if batch:
         yield batch
-
-
-def _pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids (B, T) and their mask (B, T) bool."""
-    longest = max(len(sequence) for sequence in sequences)
-    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    mask = torch.zeros(len(sequences), longest, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = True
-    return ids.to(device), mask.to(device)

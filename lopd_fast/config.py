@@ -64,7 +64,7 @@ class ComposerConfig:
     share_layers: bool = True
     lora: LoraConfig = field(default_factory=LoraConfig)
     max_memory_tokens: int = Field(default=8192, ge=8)  # longest "task + trace" the encoder reads
-    encoder_batch_tokens: int = Field(default=16_384, ge=1)  # padded tokens the encoder reads at once
+    encoder_batch_tokens: int = Field(default=8192, ge=1)  # tokens the encoder reads at once
 
 
 @checked(config=_strict)

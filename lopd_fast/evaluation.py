@@ -62,7 +62,8 @@ def teacher_gap(
     hidden = []
     for experiences in (positive, negative):
         latents = composer([(r.task.text, items) for r, items in zip(rollouts, experiences, strict=True)])
-        batch = pack_step(rollouts, [latent.shape[0] for latent in latents], renderer).to(backbone.device)
+        counts = [latent.shape[0] for latent in latents]
+        batch = pack_step(rollouts, counts, renderer, backbone.shares_prefixes).to(backbone.device)
         hidden.append(teacher_hidden(backbone, batch.teacher, latents))
     head = backbone.head
     result = fused_linear_topk_tail_kl(

@@ -11,6 +11,7 @@ import torch
 
 from lopd_fast.batch import Rollout, Side, StepBatch
 from lopd_fast.errors import UserError
+from lopd_fast.prefix_tree import pack
 from lopd_fast.render import Renderer
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,12 @@ def fitting(
     return kept
 
 
-def pack_step(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Renderer) -> StepBatch:
+def pack_step(
+    rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Renderer, share: bool = True
+) -> StepBatch:
     """Both views of `rollouts`, with `latents[b]` slots in the teacher's prompt of rollout b.
+
+    `share` says whether tokens that sequences have in common are held once (Backbone.shares_prefixes).
 
     Raises:
         UserError: a rollout's ids and mask differ in length.
@@ -48,8 +53,8 @@ def pack_step(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Ren
                 f"The rollout of task {rollout.task.id} has {len(rollout.response_ids)} response ids "
                 f"but a mask of {len(rollout.student_mask)}."
             )
-    student = _side(rollouts, [0] * len(rollouts), renderer)
-    teacher = _side(rollouts, latents, renderer)
+    student = _side(rollouts, [0] * len(rollouts), renderer, share)
+    teacher = _side(rollouts, latents, renderer, share)
     targets = [
         token
         for rollout in rollouts
@@ -57,47 +62,56 @@ def pack_step(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Ren
         if mine
     ]
     advantages = [rollout.advantage for rollout in rollouts for mine in rollout.student_mask if mine]
-    batch = StepBatch(
+    return StepBatch(
         list(rollouts),
         student,
         teacher,
         torch.tensor(targets, dtype=torch.int64),
         torch.tensor(advantages, dtype=torch.float32),
     )
-    for side in (batch.student, batch.teacher):
-        assert torch.equal(side.ids.flatten()[side.rows + 1], batch.targets)
-    return batch
 
 
-def _side(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Renderer) -> Side:
+def _side(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Renderer, share: bool) -> Side:
     prompts = [
         renderer.prompt(rollout.messages, count) for rollout, count in zip(rollouts, latents, strict=True)
     ]
-    lengths = [
-        len(ids) + len(rollout.response_ids) for (ids, _), rollout in zip(prompts, rollouts, strict=True)
-    ]
-    longest = max(lengths, default=0)
-    ids = torch.full((len(rollouts), longest), renderer.pad_id, dtype=torch.int64)
-    mask = torch.zeros(len(rollouts), longest, dtype=torch.bool)
-    rows: list[int] = []
-    slots: list[int] = []
-    for row, (rollout, (prompt, offset)) in enumerate(zip(rollouts, prompts, strict=True)):
-        sequence = prompt + rollout.response_ids
-        ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-        mask[row, : len(sequence)] = True
-        before = row * longest + len(prompt) - 1  # the position that predicts the first response token
-        rows += [before + position for position, mine in enumerate(rollout.student_mask) if mine]
-        slots += range(row * longest + offset, row * longest + offset + latents[row])
-    return Side(ids, mask, torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64))
+    sequences = [ids + rollout.response_ids for (ids, _), rollout in zip(prompts, rollouts, strict=True)]
+    slots = [range(offset, offset + count) for (_, offset), count in zip(prompts, latents, strict=True)]
+    packed, paths = pack(sequences, _keys(sequences, slots), share)
+    rows, places = [], []
+    for path, (prompt, _), slot, rollout in zip(paths, prompts, slots, rollouts, strict=True):
+        mask = torch.tensor(rollout.student_mask, dtype=torch.bool)
+        supervised = mask.nonzero()[:, 0] + len(prompt)
+        assert torch.equal(packed.ids[path[supervised]], torch.tensor(rollout.response_ids)[mask])
+        rows.append(path[supervised - 1])  # the place that predicts the token
+        places.append(path[slot.start : slot.stop])
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Side(packed, torch.cat([empty, *rows]), torch.cat([empty, *places]))
+
+
+def _keys(sequences: Sequence[list[int]], slots: Sequence[range]) -> list[list[int]]:
+    """The ids, and a number of its own for every latent slot: latents of two rollouts are never taken for the same."""
+    keys = []
+    own = -1
+    for sequence, slot in zip(sequences, slots, strict=True):
+        keys.append(sequence[: slot.start] + list(range(own, own - len(slot), -1)) + sequence[slot.stop :])
+        own -= len(slot)
+    return keys
 
 
 def micro_batches(rollouts: Sequence[Rollout], budget: int, renderer: Renderer) -> list[list[Rollout]]:
-    """Rollouts in groups of like length, each at most `budget` padded student-side tokens (or one rollout)."""
-    lengths = {id(item): len(renderer.prompt(item.messages)[0]) + len(item.response_ids) for item in rollouts}
+    """Rollouts, in order, in groups of at most `budget` student-side tokens (or one rollout).
+
+    Every rollout counts in full: the teacher's sides of two rollouts share nothing behind their latents.
+    """
     groups: list[list[Rollout]] = []
-    for rollout in sorted(rollouts, key=lambda item: lengths[id(item)]):
-        if groups and (len(groups[-1]) + 1) * lengths[id(rollout)] <= budget:
+    left = 0
+    for rollout in rollouts:
+        length = len(renderer.prompt(rollout.messages)[0]) + len(rollout.response_ids)
+        if groups and length <= left:
             groups[-1].append(rollout)
+            left -= length
         else:
             groups.append([rollout])
+            left = budget - length
     return groups

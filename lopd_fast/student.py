@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lopd_fast.backbone import Backbone, Head, checkpoint_layers, copy_weights, head_of, plain_copy
 from lopd_fast.batch import Side
 from lopd_fast.config import StudentConfig
+from lopd_fast.packed_forward import packed_hidden
 
 
 class Student:
@@ -33,14 +34,9 @@ class Student:
     def hidden(self, side: Side) -> Tensor:
         """Hidden states (N, H) at the supervised rows of the student's view."""
         if self._own is not None:
-            body = self._own.get_decoder()
-            hidden = body(
-                input_ids=side.ids, attention_mask=side.attention_mask, use_cache=False
-            ).last_hidden_state
-        else:
-            with self.backbone.role("student"):
-                hidden = self.backbone.hidden(side.attention_mask, ids=side.ids)
-        return hidden.reshape(-1, hidden.shape[-1])[side.rows]
+            return packed_hidden(self._own, side.packed)[side.rows]
+        with self.backbone.role("student"):
+            return self.backbone.hidden(side.packed)[side.rows]
 
     @property
     def head(self) -> Head:

@@ -13,7 +13,7 @@ from lopd_fast.batch import Side
 
 
 def splice(embeddings: Tensor, slots: Tensor, latents: Tensor) -> Tensor:
-    """Embeddings (B, T, H) with `latents` (M, H) in the flat positions `slots` (M,); differentiable in the latents."""
+    """Embeddings (..., H) with `latents` (M, H) in the flat positions `slots` (M,); differentiable in the latents."""
     if slots.numel() != latents.shape[0]:
         raise ValueError(f"{latents.shape[0]} latents were given for {slots.numel()} slots.")
     flat = embeddings.reshape(-1, embeddings.shape[-1])
@@ -23,6 +23,5 @@ def splice(embeddings: Tensor, slots: Tensor, latents: Tensor) -> Tensor:
 def teacher_hidden(backbone: Backbone, side: Side, latents: Sequence[Tensor]) -> Tensor:
     """Hidden states (N, H) at the supervised rows of the teacher's view, given every rollout's latents (L_b, H)."""
     with backbone.role("teacher"):
-        embeddings = splice(backbone.embed(side.ids), side.slots, torch.cat(list(latents)))
-        hidden = backbone.hidden(side.attention_mask, embeddings=embeddings)
-    return hidden.reshape(-1, hidden.shape[-1])[side.rows]
+        embeddings = splice(backbone.embed(side.packed.ids), side.slots, torch.cat(list(latents)))
+        return backbone.hidden(side.packed, embeddings)[side.rows]

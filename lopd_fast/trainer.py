@@ -145,11 +145,14 @@ class Trainer:
             with self.clock.phase("compose"):
                 latents, anchors = self._latents(group)
             counts = [latent.shape[0] for latent in latents]
-            batch = pack_step(group, counts, self.parts.renderer).to(self.parts.backbone.device)
+            backbone = self.parts.backbone
+            batch = pack_step(group, counts, self.parts.renderer, backbone.shares_prefixes).to(
+                backbone.device
+            )
             result = self._distill(batch, latents, num_items)
             loss = result.loss
             if num_latents and config.objective.anchor and not config.objective.freeze_composer:
-                distance = anchor_sum(latents, anchors) / (num_latents * self.parts.backbone.hidden_size)
+                distance = anchor_sum(latents, anchors) / (num_latents * backbone.hidden_size)
                 loss = loss + config.objective.anchor * distance
                 totals.anchor += distance.detach()
             with self.clock.phase("backward"):

@@ -45,9 +45,8 @@ def stirred_parts(*words: str, kind: str = "llama", tie: bool = True) -> Parts:
     return parts
 
 
-def some_ids(rows: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(3, 275, (rows, length), generator=torch.Generator().manual_seed(3))
-    return ids, torch.ones(rows, length, dtype=torch.bool)
+def some_ids(rows: int = 2, length: int = 7) -> Tensor:
+    return torch.randint(3, 275, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def learning_names(parts: Parts) -> list[str]:
@@ -59,7 +58,7 @@ def learning_names(parts: Parts) -> list[str]:
 
 def test_each_role_is_its_own_adapter_and_the_teacher_none():
     parts = stirred_parts()
-    ids, mask = some_ids()
+    ids = some_ids()
     plain = tiny.model()
     expected = {"teacher": plain.get_decoder()(ids).last_hidden_state}
     for role in ROLES:
@@ -68,9 +67,8 @@ def test_each_role_is_its_own_adapter_and_the_teacher_none():
         expected[role] = merged.get_decoder()(ids).last_hidden_state
     for role in ("student", "teacher", "encoder", "anchor", "teacher", "student"):
         with parts.backbone.role(role):
-            torch.testing.assert_close(
-                parts.backbone.hidden(mask, ids=ids), expected[role], rtol=1e-4, atol=1e-5
-            )
+            found = parts.backbone.hidden(tiny.packed(ids)).view_as(expected[role])
+            torch.testing.assert_close(found, expected[role], rtol=1e-4, atol=1e-5)
     apart = [float((expected[a] - expected[b]).abs().max()) for a in expected for b in expected if a < b]
     assert min(apart) > 0.01
 
@@ -147,8 +145,8 @@ def test_adapters_of_a_half_precision_model_learn_in_fp32():
     backbone.add_adapter("student", LoraConfig())
     assert {value.dtype for _, value in backbone.adapter_parameters("student")} == {torch.float32}
     with backbone.role("student"):
-        ids, mask = some_ids()
-        assert backbone.hidden(mask, ids=ids).dtype == torch.bfloat16
+        ids = some_ids()
+        assert backbone.hidden(tiny.packed(ids)).dtype == torch.bfloat16
 
 
 # --- gradient checkpointing --------------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 
 
 def test_a_saved_student_loads_by_transformers_alone(tmp_path: Path):
-    ids, mask = some_ids()
+    ids = some_ids()
     for name, words, tie in [
         ("full", ["student.mode=full"], True),
         ("lora", [], True),
@@ -339,7 +337,7 @@ def test_a_saved_student_loads_by_transformers_alone(tmp_path: Path):
         parts = stirred_parts(*words, tie=tie)
         tiny.stir([value for _, value in parts.student.trainable()], seed=3, size=0.05)
         side = pack_step([tiny.rollout(1, [1], 1.0)], [0], parts.renderer).student
-        side.ids, side.attention_mask, side.rows = ids, mask, torch.arange(ids.numel())
+        side.packed, side.rows = tiny.packed(ids), torch.arange(ids.numel())
         with torch.no_grad():
             logits = F.linear(parts.student.hidden(side), parts.student.head.weight).view(*ids.shape, -1)
         parts.student.save(tmp_path / name, parts.renderer.tokenizer)
@@ -372,9 +370,9 @@ def test_a_half_precision_student_is_saved_merged_in_its_own_dtype(tmp_path: Pat
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     merged = tiny.model(dtype=torch.bfloat16)
     merged.load_state_dict(weights)
-    ids, mask = some_ids()
+    ids = some_ids()
     with backbone.role("student"):
-        expected = backbone.hidden(mask, ids=ids).float()
+        expected = backbone.hidden(tiny.packed(ids)).float().view(*ids.shape, -1)
     found = merged.get_decoder()(ids).last_hidden_state.float()
     assert float((found - expected).norm() / expected.norm()) < 0.05
     assert (
@@ -384,7 +382,7 @@ def test_a_half_precision_student_is_saved_merged_in_its_own_dtype(tmp_path: Pat
 
 def test_the_policy_follows_every_step():
     parts = stirred_parts()
-    ids, _ = some_ids()
+    ids = some_ids()
     seen = []
     for _ in range(2):
         with parts.student.policy() as policy, torch.no_grad():

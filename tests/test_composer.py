@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import tiny
@@ -15,6 +14,7 @@ from lopd_fast.bank import Experience
 from lopd_fast.composer import Composer
 from lopd_fast.evaluation import teacher_gap
 from lopd_fast.pack import pack_step
+from lopd_fast.prefix_tree import Packed
 from lopd_fast.teacher import teacher_hidden
 
 
@@ -42,9 +42,10 @@ class Counter:
         self.lengths: list[int] = []
         inner = backbone.hidden
 
-        def hidden(mask: Tensor, **inputs: Any) -> Tensor:
-            self.lengths += mask.sum(1).tolist()
-            return inner(mask, **inputs)
+        def hidden(packed: Packed) -> Tensor:
+            ends = torch.zeros(len(packed.limits), dtype=torch.int64)
+            self.lengths += ends.scatter_reduce(0, packed.runs, packed.positions + 1, "amax").tolist()
+            return inner(packed)
 
         backbone.hidden = hidden  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -156,9 +157,24 @@ def test_the_anchor_is_computed_once_for_each_task_and_experience():
     composer.anchor(requests())
     assert len(counter.lengths) == 4
 
-    composer.freeze_anchor()  # which empties the cache, as a resumed run finds it
-    for latents, before in zip(composer.anchor(requests()), again, strict=True):
-        assert torch.equal(latents, before)  # the same bits, whatever the pairs were asked for with
+    resumed = composer_of()
+    resumed.load(composer.state())
+    for latents, before in zip(resumed.anchor(requests()), again, strict=True):
+        assert torch.equal(latents, before)  # the same bits, whatever the pairs were first asked for with
+
+
+def test_the_anchors_cache_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch):
+    composer = composer_of()
+    composer.freeze_anchor()
+    first = composer.anchor(requests())
+    one = next(iter(composer._anchor_cache.values())).nbytes
+    monkeypatch.setattr("lopd_fast.composer.ANCHOR_CACHE_BYTES", 2 * one)
+    counter = Counter(composer.backbone)
+    kept = list(composer._anchor_cache)[2:]
+    assert_same(composer.anchor(requests()), first)
+    assert counter.lengths == [] and list(composer._anchor_cache) == kept
+    assert_same(composer.anchor(requests()), first)
+    assert len(counter.lengths) == 2 and list(composer._anchor_cache) != kept
 
 
 def test_state_and_load_bring_back_phi_and_its_anchor():

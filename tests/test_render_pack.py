@@ -90,7 +90,8 @@ def test_thinking_is_off_on_both_sides_or_on_neither():
 
 def test_no_latents_give_the_same_ids_on_both_sides(renderer: Renderer):
     batch = pack_step([tiny.rollout(1, [1, 1], 1.0)], [0], renderer)
-    assert torch.equal(batch.student.ids, batch.teacher.ids) and batch.teacher.slots.numel() == 0
+    assert torch.equal(batch.student.packed.ids, batch.teacher.packed.ids)
+    assert batch.teacher.slots.numel() == 0
 
 
 def test_sampled_ids_and_observation_are_the_rendered_conversation(renderer: Renderer):
@@ -145,27 +146,30 @@ def given(response: list[int], mask: list[int], reward: float = 1.0) -> Rollout:
     return Rollout(Task("t", "x"), messages, response, [bool(mine) for mine in mask], reward)
 
 
-def predicted(side: Side) -> list[int]:
-    """The token that follows each row's position."""
-    return side.ids.flatten()[side.rows + 1].tolist()
+def unpacked(side: Side) -> list[list[int]]:
+    """The sequences of a side, in the order they were packed in: each is what its last token sees, itself included."""
+    packed, mask = side.packed, side.packed.mask()
+    last = [int((packed.runs == run).nonzero().max()) for run in packed.runs.unique().tolist()]
+    return [packed.ids[mask[place]].tolist() for place in last]
 
 
 def test_padding_by_the_end_id_is_not_supervised():
-    """SmolLM2's pad id is its eos id: of [5,2 | 7,2 | 2,2] the 7 and the first 2 after it are supervised."""
+    """SmolLM2's pad id is its eos id: of [5,2 | 7,2] and [5,2 | 8,9,8,2] every token behind the bar is supervised."""
     renderer = GivenPrompt(tiny.tokenizer())
     assert renderer.pad_id == 2
     batch = pack_step([given([7, 2], [1, 1]), given([8, 9, 8, 2], [1, 1, 1, 1])], [0, 0], renderer)
-    assert batch.student.ids[0].tolist() == [5, 2, 7, 2, 2, 2]
-    assert batch.student.attention_mask[0].tolist() == [True] * 4 + [False] * 2
+    assert batch.student.packed.ids.tolist() == [5, 2, 7, 2, 8, 9, 8, 2]
+    assert batch.student.packed.positions.tolist() == [0, 1, 2, 3, 2, 3, 4, 5]
     assert batch.targets.tolist() == [7, 2, 8, 9, 8, 2]
-    assert batch.student.rows.tolist() == [1, 2, 7, 8, 9, 10]
+    assert batch.student.rows.tolist() == [1, 2, 1, 4, 5, 6]
 
 
 def test_of_several_turns_the_students_tokens_alone_are_supervised():
     renderer = GivenPrompt(tiny.tokenizer(), student=(5, 6))
     batch = pack_step([given([11, 12, 13, 14, 15], [1, 1, 0, 0, 1], 0.25)], [0], renderer)
-    assert batch.targets.tolist() == [11, 12, 15] == predicted(batch.student) == predicted(batch.teacher)
-    assert batch.student.rows.tolist() == [1, 2, 5]
+    assert batch.targets.tolist() == [11, 12, 15]
+    assert unpacked(batch.student) == unpacked(batch.teacher) == [[5, 6, 11, 12, 13, 14, 15]]
+    assert batch.student.rows.tolist() == batch.teacher.rows.tolist() == [1, 2, 5]
     assert batch.advantages.tolist() == [-0.5] * 3
 
 
@@ -177,17 +181,27 @@ def test_row_n_is_the_same_token_on_both_sides(renderer: Renderer):
     ]
     counts = [4, 0, 9]
     batch = pack_step(rollouts, counts, renderer)
-    written = [t for r in rollouts for t, mine in zip(r.response_ids, r.student_mask, strict=True) if mine]
-    assert batch.targets.tolist() == written == predicted(batch.student) == predicted(batch.teacher)
+    assert batch.targets.tolist() == [
+        token
+        for item in rollouts
+        for token, mine in zip(item.response_ids, item.student_mask, strict=True)
+        if mine
+    ]
     assert batch.advantages.tolist() == [1.0] * 3 + [-1.0] + [0.0] * 4
-    width = batch.teacher.ids.shape[1]
-    for row, (rollout, count) in enumerate(zip(rollouts, counts, strict=True)):
-        prompt, offset = renderer.prompt(rollout.messages, count)
-        length = len(prompt) + len(rollout.response_ids)
-        assert batch.teacher.ids[row, :length].tolist() == prompt + rollout.response_ids
-        assert int(batch.teacher.attention_mask[row].sum()) == length
-        slots = batch.teacher.slots[sum(counts[:row]) : sum(counts[: row + 1])].tolist()
-        assert slots == list(range(row * width + offset, row * width + offset + count))
+    for side, slots in ((batch.student, [0, 0, 0]), (batch.teacher, counts)):
+        prompts = [renderer.prompt(item.messages, count) for item, count in zip(rollouts, slots, strict=True)]
+        whole = [prompt + item.response_ids for (prompt, _), item in zip(prompts, rollouts, strict=True)]
+        assert sorted(unpacked(side)) == sorted(whole)
+        mask, rows, places = side.packed.mask(), iter(side.rows.tolist()), iter(side.slots.tolist())
+        for (prompt, offset), count, sequence, item in zip(prompts, slots, whole, rollouts, strict=True):
+            for place in range(count):
+                seen = side.packed.ids[mask[next(places)]].tolist()
+                assert seen == sequence[: offset + place + 1]
+            for place, mine in enumerate(item.student_mask):
+                if mine:  # the row sees the sequence up to the token before the one it predicts
+                    assert side.packed.ids[mask[next(rows)]].tolist() == sequence[: len(prompt) + place]
+        assert next(rows, None) is None and next(places, None) is None
+    assert len(set(batch.teacher.slots.tolist())) == sum(counts)
 
 
 def test_sampled_ids_stay_as_they_were_sampled():
@@ -196,7 +210,9 @@ def test_sampled_ids_stay_as_they_were_sampled():
     a, b, ab = (renderer._ids(text)[0] for text in ("a", "b", "ab"))
     assert renderer._ids(decode(renderer, [a, b])) == [ab]
     batch = pack_step([given([a, b, tiny.END], [1, 1, 1])], [3], renderer)
-    assert batch.targets.tolist() == [a, b, tiny.END] == predicted(batch.student) == predicted(batch.teacher)
+    assert batch.targets.tolist() == [a, b, tiny.END]
+    for side in (batch.student, batch.teacher):
+        assert unpacked(side)[0][-3:] == [a, b, tiny.END]
 
 
 def test_ids_and_mask_that_do_not_align_raise():
@@ -217,7 +233,8 @@ def test_a_completion_is_kept_whole_on_both_sides_or_dropped_with_a_message(capl
     )
     assert fitting([long], [100], renderer, 1050) == [0] and fitting([long], [100], renderer, 1049) == []
     batch = pack_step([long], [100], renderer)
-    assert len(predicted(batch.student)) == len(predicted(batch.teacher)) == 50
+    assert batch.student.rows.tolist() == list(range(99, 149))
+    assert batch.teacher.rows.tolist() == list(range(999, 1049))
 
 
 def test_a_rollout_without_a_token_of_the_students_is_left_out():
@@ -231,6 +248,5 @@ def test_micro_batches_hold_every_rollout_once_within_the_budget():
     groups = micro_batches(rollouts, 21, renderer)
     assert sorted(len(r.response_ids) for group in groups for r in group) == [1, 2, 5, 5, 9, 30]
     for group in groups:
-        padded = len(group) * max(2 + len(rollout.response_ids) for rollout in group)
-        assert padded <= 21 or len(group) == 1
+        assert sum(2 + len(rollout.response_ids) for rollout in group) <= 21 or len(group) == 1
     assert len(groups) < len(rollouts) and micro_batches([], 21, renderer) == []

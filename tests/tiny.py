@@ -25,6 +25,7 @@ from lopd_fast.build import Parts
 from lopd_fast.composer import Composer
 from lopd_fast.config import Config, load_config
 from lopd_fast.envs.base import Environment, Message, StepResult, Task
+from lopd_fast.prefix_tree import Packed, pack
 from lopd_fast.render import Renderer
 from lopd_fast.rollout.hf import HFRollout
 from lopd_fast.student import Student
@@ -208,3 +209,8 @@ def save_model(folder: Path, template: str = CHATML) -> Path:
     model().save_pretrained(folder)
     tokenizer(template).save_pretrained(folder)
     return folder
+
+
+def packed(ids: Tensor) -> Packed:
+    """Rows of ids (B, T) as B packed sequences that stand whole: their states are those of the rows, flattened."""
+    return pack(ids.tolist(), share=False)[0]
