@@ -171,7 +171,7 @@ class TrainConfig:
     steps: int = Field(default=200, ge=1)
     tasks_per_step: int = Field(default=32, ge=1)
     rollouts_per_task: int = Field(default=1, ge=1)
-    micro_batch_tokens: int = Field(default=40_960, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)  # of the student, or one rollout
     checkpoint_every: int = Field(default=20, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**31)
