@@ -30,6 +30,7 @@ def constants(kernel: str, queries: int, dim_head: int, dtype: torch.dtype) -> d
     else:
         step = 16 if kernel in ("attend_combine", "memory_gradient") else 32
     block_q = 32 if queries > 16 and small else 16
+    few_warps = width <= 64 or (kernel == "query_gradient_chunk" and block_q == 16)
     alone = kernel in ("attend_combine", "latent_gradient")  # a program a sample, with the latents for keys
     return dict(
         D=dim_head,
@@ -38,7 +39,7 @@ def constants(kernel: str, queries: int, dim_head: int, dtype: torch.dtype) -> d
         DTYPE=tl.float32 if interpreted else exact,  # the interpreter multiplies bf16 as raw bits
         BLOCK_Q=block_q,
         BLOCK_K=block_q if alone else 64 if small and width > 64 else 32,
-        num_warps=4 if small and width <= 64 else 8,
+        num_warps=4 if small and few_warps else 8,
         num_stages=2 if kernel in ("attend_chunk", "query_gradient_chunk") else 1,
     )
 
