@@ -1,11 +1,11 @@
-"""The console script `lopd-fast`: demo, train, ablate, bank."""
+"""The console script `lopd-fast`: demo, train, plan, ablate, bank."""
 
 import signal
 from importlib.metadata import version as installed_version
 
 import typer
 
-from lopd_fast.commands import ablate, demo, train
+from lopd_fast.commands import ablate, demo, plan, train
 from lopd_fast.commands.bank import app as bank
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ def version() -> None:
     typer.echo(installed_version("lopd-fast"))
 
 
-for command in (demo, train, ablate):
+for command in (demo, train, plan, ablate):
     app.command(name=command.__name__.rsplit(".", 1)[-1])(command.run)
 
 

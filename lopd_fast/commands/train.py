@@ -24,9 +24,11 @@ def run(
     from lopd_fast.config import load_config
     from lopd_fast.console import Stages
     from lopd_fast.pipeline import Pipeline
+    from lopd_fast.plan.make import refuse_too_large
     from lopd_fast.runs import Stopped
 
     settings = load_config(config, overrides or [])
+    refuse_too_large(settings)
     stages = Stages()
     pipeline = Pipeline(build(settings), stages)
     try:

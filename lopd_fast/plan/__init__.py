@@ -1,0 +1,1 @@
+"""What a run will need, before anything loads: `make.py` plans, the others serve it."""
