@@ -129,3 +129,21 @@ def test_estimates_are_no_less_than_what_is_taken(bench: Callable[[str], Any]) -
         if provider.name.startswith(("lopd_fast", "plain")) and not provider.needs_cuda:
             peak = measure.peak_extra_bytes(provider.prepare(problem), torch.device("cpu"))
             assert peak <= provider.bytes_needed(problem), provider.name
+
+
+def test_filter_error_rises_as_columns_fall_away(bench: Callable[[str], Any]) -> None:
+    filter_error, problem = (
+        bench("filter_error"),
+        bench("kl_problem").make_problem(64, 1500, 64, torch.float32, torch.device("cpu"), k=20),
+    )
+    states = problem.student_hidden.detach(), problem.teacher_hidden.detach()
+    labels = torch.zeros(64, dtype=torch.long)
+    off, *rows = filter_error.compare(
+        filter_error.Problem(*states, problem.weight, labels), [1e-9, 1e-3], 32, 1
+    )
+    assert (off["student_error"], off["teacher_error"], off["active"]) == (0, 0, 1)
+    assert rows[0]["active"] > rows[1]["active"] > 0
+    for side in ("student", "teacher"):
+        assert rows[0][f"{side}_error"] <= rows[1][f"{side}_error"] < 0.1
+    printed = filter_error.table([off, *rows]).splitlines()
+    assert len(printed) == 5 and printed[2].startswith("| off |")
