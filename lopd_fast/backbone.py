@@ -7,7 +7,7 @@ backward recomputes each segment in the role of its forward.
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +138,8 @@ class Backbone(nn.Module):
             )  # several adapters are meant
             inject_adapter_in_model(config, self.model, adapter_name=name)
         self._lora_layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        for layer in self._lora_layers:
+            layer.cast_input_dtype_enabled = False  # `precision` brings weight and input together
         parameters = [parameter for _, parameter in self.adapter_parameters(name)]
         for parameter in parameters:
             parameter.data = parameter.data.float()  # AdamW steps of 1e-5 vanish in bf16
@@ -183,7 +185,16 @@ class Backbone(nn.Module):
 
     def hidden(self, packed: Packed, embeddings: Tensor | None = None) -> Tensor:
         """Last hidden states (T, H) of packed tokens, or of embeddings (T, H) in their place, in the current role."""
-        return packed_hidden(self.model, packed, embeddings)
+        with self.precision():
+            return packed_hidden(self.model, packed, embeddings)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Autocast where the backbone is in half precision and the adapters' fp32 masters are to be used in it.
+
+        Otherwise a LoRA layer keeps an fp32 copy of its input for the backward.
+        """
+        dtype = self.model.dtype
+        return torch.autocast(self.device.type, dtype) if dtype.itemsize == 2 else nullcontext()
 
     @property
     def shares_prefixes(self) -> bool:

@@ -75,7 +75,7 @@ class Student:
         elif self._merge:
             yield self._merged_copy()
         else:
-            with self.backbone.role("student"):
+            with self.backbone.role("student"), self.backbone.precision():
                 yield self.backbone.model
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -132,8 +132,9 @@ class Probe:
         self.ledger.name((value for _, value in named), "weights")
         self.ledger.name(policy.parameters(), "weights")
         self.ledger.name((value for name, value in named if "lora_" in name), "adapters")
-        composer = self.parts.composer
-        self.ledger.name((*composer.qformer.parameters(), *composer._anchor.parameters()), "adapters")
+        composer, anchor = self.parts.composer, self.parts.composer._anchor
+        assert anchor is not None  # frozen before a step is tracked
+        self.ledger.name((*composer.qformer.parameters(), *anchor.parameters()), "adapters")
         for parameter in (*self.trainer.theta, *self.trainer.phi):
             parameter.register_post_accumulate_grad_hook(self._name_gradient)
 
