@@ -126,6 +126,7 @@ class ExploreConfig:
     tasks: int = Field(default=64, ge=0)  # attempts
     rounds: int = Field(default=2, ge=1)  # later rounds are shown the successes of earlier ones
     shots: int = Field(default=3, ge=0)
+    per_group: int | None = Field(default=None, ge=1)  # successes kept of each group of tasks; None: all
 
 
 @checked(config=_strict)

@@ -4,6 +4,7 @@ The frozen base rarely solves a task unaided. Shown what worked before on the mo
 more often; what it then gets right is kept with the plain prompt, as if it had been solved without the examples.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -74,12 +75,18 @@ def explore(
     shots: int,
     sampling: Sampling,
     seed: int,
+    per_group: int | None = None,
     progress: Progress | None = None,
 ) -> list[Rollout]:
-    """Attempt every task once, with up to `shots` successes on similar tasks shown; return the successful rollouts.
+    """Attempt every task once, with up to `shots` successes on similar tasks shown; return the rollouts kept.
 
-    `pool` maps an experience's id to its rollout. Both `bank` and `pool` grow by what succeeds.
+    `pool` maps an experience's id to its rollout. Both `bank` and `pool` grow by what succeeds, until the pool holds
+    `per_group` of a task's group.
     """
+    have = Counter(rollout.task.group for rollout in pool.values())
+    tasks = [task for task in tasks if per_group is None or have[task.group] < per_group]
+    if not tasks:
+        return []
     examples: dict[str, list[Message]] = {}
     if len(bank) and shots:
         found = retrieve(bank, tasks, replace(retrieval, neighbours=shots, shuffle=False))
@@ -89,9 +96,12 @@ def explore(
     rollouts = engine.rollouts(
         model, _Shown(environment, examples), tasks, sampling, seed=seed, progress=progress
     )
-    good = successful(rollouts)
-    for rollout in good:
-        rollout.messages = [dict(message) for message in environment.start(rollout.task).messages]
+    good = []
+    for rollout in successful(rollouts):
+        if per_group is None or have[rollout.task.group] < per_group:
+            have[rollout.task.group] += 1
+            rollout.messages = [dict(message) for message in environment.start(rollout.task).messages]
+            good.append(rollout)
     keep(good, bank, pool)
     return good
 

@@ -116,7 +116,7 @@ class Run:
         keep(rollouts, self.parts.bank, self.pool, "seed")
 
     def explore(self, tasks: Sequence[Task], progress: Progress | None = None) -> int:
-        """Attempt `tasks` in rounds, later ones seeing earlier successes; returns the number of successes."""
+        """Attempt `tasks` in rounds, later ones seeing earlier successes; returns how many successes were kept."""
         rounds = self.config.explore.rounds
         sampling, seed = Sampling.of(self.config.rollout), self.config.train.seed
         found = 0
@@ -133,6 +133,7 @@ class Run:
                     shots=self.config.explore.shots,
                     sampling=sampling,
                     seed=seed * 1_000_003 + number,
+                    per_group=self.config.explore.per_group,
                     progress=progress,
                 )
                 found += len(good)

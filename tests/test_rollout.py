@@ -293,6 +293,25 @@ def test_exploring_shows_earlier_successes_and_keeps_the_plain_prompt():
         assert rollout.messages == list(parts.environment.start(rollout.task).messages)
 
 
+def test_exploring_ends_for_a_group_that_has_enough():
+    parts = tiny.parts(environment=tiny.ParityEnvironment(), bank=0)
+    tasks = parts.environment.tasks("train", 6, 0)  # of two groups, taking turns
+    bank, pool = ExperienceBank(tiny.HashEncoder()), {}
+    settings: dict[str, Any] = dict(
+        retrieval=parts.config.retrieval, shots=0, sampling=GREEDY, seed=0, per_group=2
+    )
+    engine = engine_of()
+    first, second = ([task for task in tasks if task.group == group] for group in ("g0", "g1"))
+    scripted(engine, {task.id: ["abab" if task in first else "odd"] for task in tasks})
+    found = explore(tiny.model(), engine, parts.environment, tasks, bank, pool, **settings)
+    assert [rollout.task for rollout in found] == first[:2] and len(pool) == len(bank) == 2
+
+    scripted(engine, {task.id: ["ab"] for task in second})  # a task of the first group has no answer here
+    found = explore(tiny.model(), engine, parts.environment, tasks, bank, pool, **settings)
+    assert [rollout.task for rollout in found] == second[:2] and len(pool) == 4
+    assert explore(tiny.model(), engine, parts.environment, tasks, bank, pool, **settings) == []
+
+
 def test_a_demonstration_is_a_rollout():
     environment = tiny.ParityEnvironment()
     (task,) = environment.tasks("train", 1, 0)
