@@ -211,7 +211,7 @@ def dense_products(problem: Problem, chunk_size: int | None) -> dict[str, Tensor
     logits = problem.weight.new_empty(step, len(problem.weight))
     for hidden in (problem.student, problem.teacher):
         for part in hidden.split(step):
-            torch.mm(part, problem.weight.T, out=logits[: len(part)]) @ problem.weight
+            _ = torch.mm(part, problem.weight.T, out=logits[: len(part)]) @ problem.weight
     return {}
 
 

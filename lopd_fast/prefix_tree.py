@@ -49,7 +49,7 @@ def pack(
     keys = sequences if keys is None else keys
     share = share and sum(len(sequence) for sequence in sequences) <= MASKED_TOKENS
     count = len(sequences)
-    order = sorted(range(count), key=lambda index: keys[index]) if share else list(range(count))
+    order = sorted(range(count), key=lambda index: list(keys[index])) if share else list(range(count))
     ids: list[int] = []
     positions: list[int] = []
     runs: list[int] = []

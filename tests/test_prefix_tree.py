@@ -129,7 +129,7 @@ def test_states_are_those_of_each_sequence_alone(kind: str, attention: str, monk
 @pytest.mark.parametrize("kind", ["llama", "olmo3"])
 def test_gradients_are_the_sums_over_the_sequences(kind: str):
     model, sequences = model_of(kind), some_sequences()
-    weight = model.get_decoder().layers[0].self_attn.k_proj.weight
+    weight = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
     pull = torch.randn(
         sum(map(len, sequences)), 32, generator=torch.Generator().manual_seed(1), dtype=torch.double
     )
