@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from typing import Any
 
 import torch
 
 from lopd_fast import loss_torch
+from lopd_fast.kernel_backend import uses_kernels
 from lopd_fast.loss_rows import LossOptions
 
 MAX_SUPPORT = 127  # ids that a row of the kernels holds
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, support: int, split: bool) -> bool:
@@ -26,19 +19,8 @@ def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, support:
     The kernels compute in fp32, on supports of up to 127 ids of a whole vocabulary. All other calls are computed by
     torch, whichever backend is named: the two agree.
     """
-    if backend == "torch":
-        return False
-    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
-    if backend == "triton":
-        if not _has_triton():
-            raise ValueError("backend='triton' needs the package triton: install it, or use backend='torch'")
-        if device.type != "cuda" and not interpreted:
-            raise ValueError(
-                f"backend='triton' needs CUDA tensors, not {device.type} ones: use backend='torch'"
-            )
-    elif device.type != "cuda" or interpreted or not _has_triton():
-        return False
-    return dtype == torch.float32 and 1 <= support <= MAX_SUPPORT and not split
+    kernels = uses_kernels(backend, device)
+    return kernels and dtype == torch.float32 and 1 <= support <= MAX_SUPPORT and not split
 
 
 def rows_of(options: LossOptions) -> Any:
