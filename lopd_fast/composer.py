@@ -135,7 +135,9 @@ class Composer(nn.Module):
         with self.backbone.role(role):
             for batch in _batches(sequences, self.config.encoder_batch_tokens):
                 packed, paths = pack(batch, share=self.backbone.shares_prefixes)
-                hidden = self.backbone.hidden(packed.to(self.backbone.device)).float()  # (T, H)
+                hidden = self.backbone.hidden(packed.to(self.backbone.device)).to(
+                    qformer.latents.dtype
+                )  # (T, H)
                 memories.append(hidden[torch.cat(paths).to(hidden.device)])
         lengths = torch.tensor([0] + [len(sequence) for sequence in sequences])
         return qformer(torch.cat(memories), lengths.cumsum(0).to(torch.int32))

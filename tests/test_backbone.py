@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from transformers import (
 
 from lopd_fast.backbone import Backbone, head_of, load_model, load_tokenizer
 from lopd_fast.build import Parts
-from lopd_fast.config import LoraConfig, ModelConfig
+from lopd_fast.config import LoraConfig, ModelConfig, StudentConfig
 from lopd_fast.errors import UserError
 from lopd_fast.pack import pack_step
 from lopd_fast.render import SLOT_HEADER
+from lopd_fast.student import Student
 from lopd_fast.teacher import splice, teacher_hidden
 from lopd_fast.trainer import Trainer
 
@@ -147,6 +149,47 @@ def test_adapters_of_a_half_precision_model_learn_in_fp32():
     with backbone.role("student"):
         ids = some_ids()
         assert backbone.hidden(tiny.packed(ids)).dtype == torch.bfloat16
+
+
+def test_a_half_precision_policy_samples_with_its_adapter_unmerged():
+    backbone = Backbone(tiny.model(dtype=torch.bfloat16))
+    student = Student(backbone, StudentConfig(), merge_for_rollout=False)
+    tiny.stir([value for _, value in student.trainable()], size=0.05)
+    ids = some_ids()
+    with student.policy() as policy, torch.no_grad():
+        sampled = policy.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        logits = policy(ids).logits
+    assert isinstance(sampled, Tensor) and sampled.shape == (2, 9) and logits.dtype == torch.bfloat16
+    assert (
+        float((logits - tiny.model(dtype=torch.bfloat16)(ids).logits).abs().max()) > 0.1
+    )  # the adapter is on
+
+
+def test_a_half_precision_adapter_keeps_no_fp32_copy_of_its_input(monkeypatch: pytest.MonkeyPatch):
+    """Such a copy of every input would be the largest part of a block's memory."""
+    backbone = Backbone(tiny.model(dtype=torch.bfloat16))
+    backbone.add_adapter("student", LoraConfig())
+
+    def kept() -> int:
+        """fp32 numbers as wide as the model, kept for the backward."""
+        found: dict[int, Tensor] = {}
+
+        def note(x: Tensor) -> Tensor:
+            if x.dtype == torch.float32 and x.shape[-2:] == (14, 32):
+                found[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with backbone.role("student"), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            backbone.hidden(tiny.packed(some_ids()))
+        return len(found)
+
+    own = kept()
+    monkeypatch.setattr(backbone, "precision", nullcontext)
+    for layer in backbone._lora_layers:
+        layer.cast_input_dtype_enabled = True  # as peft does it by itself
+    assert (
+        kept() >= own + 2 * 3
+    )  # in each of two blocks: of the attention, of its output, of the feed-forward
 
 
 # --- gradient checkpointing --------------------------------------------------------------------------------------

@@ -107,6 +107,18 @@ def test_a_real_step_holds_what_was_planned(words: list[str]) -> None:
     assert before + grown == pytest.approx(max(peaks[name] for name in names[2:]), rel=0.15)
 
 
+def test_a_half_precision_step_holds_what_was_planned_without_autocast() -> None:
+    """The meta device knows no autocast: mixed products there give the input's dtype, as autocast does on a device."""
+    config = tiny.config("model.gradient_checkpointing=true", "rollout.merge_lora=false")
+    planned, real = (
+        Probe(config, model(), torch.bfloat16, no_time, cuda=False, **place)
+        for place in ({}, {"device": torch.device("cpu")})
+    )
+    peaks, counted = (probe.sample(LOAD) | probe.step(LOAD) for probe in (planned, real))
+    for name, phase in peaks.items():
+        assert phase.peak == pytest.approx(counted[name].peak, rel=0.02), name
+
+
 def test_limits_are_where_a_plan_stops_fitting() -> None:
     config = tiny.config("model.gradient_checkpointing=true")
     plan = make_plan(config, LOAD, model(), cpu(8e6), torch.float32)
