@@ -157,7 +157,7 @@ def test_a_half_precision_policy_samples_with_its_adapter_unmerged():
     tiny.stir([value for _, value in student.trainable()], size=0.05)
     ids = some_ids()
     with student.policy() as policy, torch.no_grad():
-        sampled = policy.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        sampled = policy.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)  # pyright: ignore[reportCallIssue]
         logits = policy(ids).logits
     assert isinstance(sampled, Tensor) and sampled.shape == (2, 9) and logits.dtype == torch.bfloat16
     assert (
