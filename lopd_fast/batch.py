@@ -4,6 +4,7 @@ Shape legend: B rollouts, T packed tokens of one side, N supervised (student-wri
 L latent tokens of one rollout (experiences x queries), H hidden size, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -99,5 +100,12 @@ class StepMetrics:
     seconds: float
     skipped: bool = False
     bank_size: int = 0
+    dropped: int = 0  # rollouts that were too long with the teacher's prompt, or empty
+    group_rewards: dict[str, float] = field(default_factory=dict)  # mean reward by group of tasks
+    teacher_gap: float = math.nan  # KL(z+ || z-), see monitors.py; NaN here and below: not measured
+    teacher_reward: float = math.nan
+    reward_gap: float = math.nan  # teacher's less student's, on the same tasks
+    tokens_per_second: float = 0.0  # `tokens` over the whole step's time
+    messages: list[str] = field(default_factory=list)  # what was said of this step
     peak_mib: float = 0.0  # CUDA: of this step; CPU: of the process so far
     phases: dict[str, float] = field(default_factory=dict)  # seconds of each part of the step

@@ -166,6 +166,20 @@ class ObjectiveConfig:
 
 
 @checked(config=_strict)
+class MonitorConfig:
+    """What is measured beside training, which it never changes; 0 leaves a measurement out."""
+
+    gap_every: int = Field(
+        default=1, ge=0
+    )  # steps between two readings of the gap of right and other experiences
+    gap_rollouts: int = Field(default=2, ge=1)  # of the step, that are read for it
+    reward_every: int = Field(
+        default=25, ge=0
+    )  # steps between two attempts of the teacher at the step's tasks
+    reward_tasks: int = Field(default=32, ge=1)  # that it attempts, at most
+
+
+@checked(config=_strict)
 class TrainConfig:
     """The loop."""
 
@@ -194,6 +208,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 

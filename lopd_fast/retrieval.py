@@ -34,6 +34,36 @@ def retrieve(
     return [[hit.experience for hit in found] for found in hits]
 
 
+def negatives(
+    bank: ExperienceBank,
+    tasks: Sequence[Task],
+    positives: Sequence[Sequence[Experience]],
+    *,
+    seed: int,
+    most: int,
+) -> list[list[Experience]]:
+    """For the first `most` tasks that have any, as many experiences of others as each has positives; else [].
+
+    Others are of another group than the task's, at random; where there is none, any that is neither among the
+    positives nor of this task. Nothing is embedded.
+    """
+    rng = random.Random(seed)
+    found: list[list[Experience]] = []
+    for task, shown in zip(tasks, positives, strict=True):
+        if sum(map(bool, found)) == most:
+            found.append([])
+            continue
+        near = {item.id for item in shown}
+        free = [
+            item
+            for item in bank.experiences
+            if item.id not in near and item.task.strip() != task.text.strip()
+        ]
+        others = [item for item in free if item.group != task.group] or free
+        found.append(rng.sample(others, min(len(shown), len(others))))
+    return found
+
+
 def _allowed(
     bank: ExperienceBank, task: Task, groups: set[str] | None, config: RetrievalConfig
 ) -> list[Experience]:

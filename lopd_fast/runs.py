@@ -295,7 +295,7 @@ def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
     for section, values in now.items():
         for key, value in values.items():
             before = saved.get(section, {}).get(key)
-            if (section, key) not in free and before != value:
+            if section != "monitor" and (section, key) not in free and before != value:
                 raise UserError(
                     f"{out} was started with {section}.{key}={before!r}, now it is {value!r}; resume with the same "
                     "configuration or choose another folder."

@@ -22,6 +22,7 @@ from lopd_fast.clock import StepClock
 from lopd_fast.envs.base import Task
 from lopd_fast.explore import experience_of, successful
 from lopd_fast.losses import TopKTailKL, fused_linear_topk_tail_kl
+from lopd_fast.monitors import Monitors, rewards_by_group
 from lopd_fast.objective import anchor_sum, dual_update
 from lopd_fast.optimizers import adamw, composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import fitting, micro_batches, pack_step
@@ -76,11 +77,13 @@ class Trainer:
         self.parts = parts
         self.config = parts.config
         self.tasks = list(tasks)
-        self.say = say
+        self._say = say
+        self._said: list[str] = []
         self.step = 0
         self.beta = self.config.objective.beta_init
         self.skipped = 0
         self.clock = StepClock(parts.backbone.device)
+        self.monitors = Monitors(parts, self.say)
         self.theta = [parameter for _, parameter in parts.student.trainable()]
         self.phi = [parameter for _, parameter in parts.composer.trainable()["encoder"]]
         self.phi += [parameter for _, parameter in parts.composer.trainable()["qformer"]]
@@ -93,13 +96,24 @@ class Trainer:
         self.clock = StepClock(self.parts.backbone.device)
         with self.clock.phase("rollout"):
             rollouts = self.sample()
+        with self.clock.phase("monitors"):
+            readings = self.monitors.read(rollouts, self.step)
         metrics = self.update(rollouts)
+        metrics.teacher_gap, metrics.teacher_reward = readings.teacher_gap, readings.teacher_reward
+        metrics.reward_gap = readings.reward_gap
         if self.config.retrieval.grow:
             self.parts.bank.add([experience_of(rollout) for rollout in successful(rollouts)])
         metrics.bank_size = len(self.parts.bank)
         metrics.phases, metrics.peak_mib = self.clock.seconds(), self.clock.peak_mib()
         metrics.seconds = self.clock.total()
+        metrics.tokens_per_second = metrics.tokens / metrics.seconds
+        metrics.messages, self._said = self._said, []
         return metrics
+
+    def say(self, text: str) -> None:
+        """Tell a person, and keep it for the step's metrics."""
+        self._said.append(text)
+        self._say(text)
 
     def sample(self) -> list[Rollout]:
         """This step's rollouts by the student from the tasks alone, with the experiences retrieved for each."""
@@ -126,6 +140,7 @@ class Trainer:
         tokens = sum(sum(rollout.student_mask) for rollout in kept)
         divergence = self.divergence
         metrics = self._metrics(rollouts, tokens, divergence)
+        metrics.dropped = len(rollouts) - len(kept)
         if tokens == 0:
             return self._skip(metrics, "no rollout of this step holds a token to learn from")
         totals = self.backward(kept)
@@ -170,13 +185,15 @@ class Trainer:
 
     def state(self) -> dict[str, float | int]:
         """The numbers of a checkpoint; every random draw follows from the seed and the step."""
-        return {"step": self.step, "beta": self.beta, "skipped": self.skipped}
+        low_gap = self.monitors.low_gap
+        return {"step": self.step, "beta": self.beta, "skipped": self.skipped, "low_gap": low_gap}
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Read back what `tensors` and `state` gave."""
         restore_optimizer(self.theta_optimizer, tensors["theta_optimizer"])
         restore_optimizer(self.phi_optimizer, tensors["phi_optimizer"])
         self.step, self.beta, self.skipped = state["step"], state["beta"], state["skipped"]
+        self.monitors.low_gap = state["low_gap"]
 
     @property
     def divergence(self) -> str:
@@ -305,6 +322,7 @@ class Trainer:
             response_tokens=sum(len(rollout.response_ids) for rollout in rollouts) / count,
             divergence=divergence,
             seconds=0.0,
+            group_rewards=rewards_by_group(rollouts),
         )
 
     @staticmethod

@@ -80,7 +80,7 @@ def outcome(out: Path) -> dict[str, Any]:
         lines[folder.name if folder != out else "distil"] = read_metrics(folder / "metrics.jsonl")
     for values in lines.values():
         for line in values:
-            for name in ("seconds", "phases", "peak_mib"):
+            for name in ("seconds", "phases", "peak_mib", "tokens_per_second"):
                 line.pop(name, None)
     bank = sorted(path.name for path in (checkpoint.path / "bank").rglob("*"))
     files = {name: (checkpoint.path / "bank" / name).read_bytes() for name in bank if name != "bank"}

@@ -198,7 +198,7 @@ def test_a_step_reports_its_parts_and_beta_follows_the_margin():
 def test_a_step_says_where_its_time_went():
     trainer = trainer_of(moved_parts())
     metrics = trainer.run_step()
-    phases = {"rollout", "compose", "teacher", "student", "loss", "backward", "optimizers"}
+    phases = {"rollout", "monitors", "compose", "teacher", "student", "loss", "backward", "optimizers"}
     assert metrics.phases.keys() == phases and all(seconds > 0 for seconds in metrics.phases.values())
     assert sum(metrics.phases.values()) <= metrics.seconds
     assert metrics.peak_mib > 50  # torch alone takes more
