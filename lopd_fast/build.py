@@ -18,6 +18,7 @@ from lopd_fast.render import Renderer
 from lopd_fast.retriever import SentenceEncoder
 from lopd_fast.rollout.hf import HFRollout
 from lopd_fast.student import Student
+from lopd_fast.trackers import check_trackers
 
 ENVIRONMENTS = ("staff_database", "lookup", "reasoning_gym")
 
@@ -42,6 +43,7 @@ def build(config: Config) -> Parts:
     Raises:
         UserError: what is missing or does not fit, in one sentence.
     """
+    check_trackers(config.train.trackers)
     environment = build_environment(config.environment)
     tokenizer = load_tokenizer(config.model)
     renderer = Renderer(tokenizer, config.model.template_options)

@@ -189,6 +189,8 @@ class TrainConfig:
     micro_batch_tokens: int = Field(default=8192, ge=1)  # of the student, or one rollout
     checkpoint_every: int = Field(default=20, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])
+    wandb_project: str = Field(default="lopd-fast", min_length=1)
     seed: int = Field(default=0, ge=0, lt=2**31)
     out: str = "runs/lopd"
 

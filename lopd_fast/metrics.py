@@ -1,27 +1,29 @@
-"""What each step reports, as JSON lines and as TensorBoard events."""
+"""What each step reports, as JSON lines, and to whatever trackers a run has."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lopd_fast.errors import UserError
+from lopd_fast.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends to `folder/metrics.jsonl` one JSON object per step, and to `folder/tensorboard` its numbers.
+    """Appends to `folder/metrics.jsonl` one JSON object per step, and hands its numbers to `trackers`.
 
     resume_step: the step of the checkpoint that the run goes on from; lines of later steps are dropped, so no step is
     ever in the file twice. None: a new run, and lines of an earlier attempt are dropped.
-    Without the package `tensorboard` there are the JSON lines alone.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
+    ) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
@@ -29,7 +31,7 @@ class MetricsLog:
         earlier = read_metrics(path) if path.exists() else []
         _replace(path, [line for line in earlier if line["step"] <= self._last])
         self._file = path.open("a", encoding="utf-8")
-        self._events = _event_writer(folder / "tensorboard", first_step=self._last + 1)
+        self._trackers = trackers
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Append one step's values, "step" among them; NaN and infinities become null, which JSON has.
@@ -43,17 +45,15 @@ class MetricsLog:
         self._file.write(_line(values))
         self._file.flush()
         self._last = step
-        if self._events is not None:
-            for name, value in _scalars(values).items():
-                if name != "step":
-                    self._events.add_scalar(name, value, step)
-            self._events.flush()
+        scalars = _scalars({name: value for name, value in values.items() if name != "step"})
+        for tracker in self._trackers:
+            tracker.log(scalars, step)
 
     def close(self) -> None:
-        """Close both files."""
+        """Close the file and the trackers."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -117,12 +117,3 @@ def _replace(path: Path, metrics: list[dict[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _event_writer(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    # TensorBoard then hides what an earlier attempt logged from this step on.
-    return SummaryWriter(str(folder), purge_step=first_step)

@@ -33,6 +33,7 @@ from lopd_fast.plots import plot_curves
 from lopd_fast.report import write_report
 from lopd_fast.rollout.hf import Progress
 from lopd_fast.rollout.sampling import Sampling
+from lopd_fast.trackers import start_trackers
 from lopd_fast.trainer import Trainer
 from lopd_fast.trajectories import load_trajectories, save_trajectories
 
@@ -167,7 +168,11 @@ class Run:
             restore_optimizer(stage.optimizer, checkpoint.tensors["optimizer"])
             stage.step = checkpoint.state["stage_step"]
         with (
-            MetricsLog(self.out / "cold_start", resume_step=stage.step or None) as log,
+            MetricsLog(
+                self.out / "cold_start",
+                stage.step or None,
+                start_trackers(self.config, "cold_start", stage.step),
+            ) as log,
             StopRequest() as stop,
         ):
             while stage.step < self.config.cold_start.steps:
@@ -194,7 +199,8 @@ class Run:
             self.parts.student.load(checkpoint.tensors["student"])
             trainer.load(checkpoint.tensors, checkpoint.state["trainer"])
         train = self.config.train
-        with MetricsLog(self.out, resume_step=trainer.step or None) as log, StopRequest() as stop:
+        trackers = start_trackers(self.config, steps_done=trainer.step)
+        with MetricsLog(self.out, trainer.step or None, trackers) as log, StopRequest() as stop:
             while trainer.step < train.steps:
                 metrics = trainer.run_step()
                 log.write(dataclasses.asdict(metrics))
@@ -291,6 +297,8 @@ def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         ("train", "checkpoint_every"),
         ("train", "keep_checkpoints"),
         ("train", "out"),
+        ("train", "trackers"),
+        ("train", "wandb_project"),
     }
     for section, values in now.items():
         for key, value in values.items():

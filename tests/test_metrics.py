@@ -1,9 +1,7 @@
 """The metrics file is valid JSON line by line and has each step once, whatever was killed; the picture shows it all."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ def test_resume_drops_the_steps_after_the_checkpoint(tmp_path: Path):
     notes = {line["step"]: line["note"] for line in strict_lines(tmp_path / "metrics.jsonl")}
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(notes) == 8
     assert notes == dict.fromkeys(range(1, 5), "a") | dict.fromkeys(range(5, 9), "b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path):
@@ -108,31 +106,6 @@ def test_a_bad_line_in_the_middle_is_named(bad: str, tmp_path: Path):
         read_metrics(path)
     with pytest.raises(UserError, match="no metrics at"):
         read_metrics(tmp_path / "absent.jsonl")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_has_the_numbers_and_hides_what_was_abandoned(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsLog(tmp_path) as log:
-        for step in (1, 2, 3):
-            log.write({"step": step, "kl": float(step), "tokens": 7, "divergence": "jsd", "loss": math.nan})
-    log_steps(tmp_path, 2, 2, resume_step=1)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"kl", "tokens"}
-    assert [(event.step, event.value) for event in events.Scalars("kl")] == [
-        (1, 1.0),
-        (2, pytest.approx(2 / 3)),
-    ]
-
-
-def test_without_tensorboard_the_lines_are_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    log_steps(tmp_path, 1, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
 def steps_of_a_run(count: int) -> list[dict[str, Any]]:
