@@ -148,6 +148,10 @@ class ExperienceBank:
 
     def save(self, folder: str | Path) -> None:
         """Write the bank to `folder`, replacing the bank that may be there in one step; see `bank_files`."""
+        write_bank(folder, self.snapshot())
+
+    def snapshot(self) -> StoredBank:
+        """The bank as it is now, for `bank_files.write_bank`; what is added later is not in it."""
         header = {
             "count": len(self),
             "dim": self.encoder.dim,
@@ -158,7 +162,7 @@ class ExperienceBank:
                 "document_prompt": self.encoder.document_prompt,
             },
         }
-        write_bank(folder, StoredBank(header, self.experiences, self._index.vectors(), self._probe()))
+        return StoredBank(header, list(self.experiences), self._index.vectors(), self._probe())
 
     @classmethod
     def load(

@@ -14,14 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lopd_fast.bank_files import write_bank
 from lopd_fast.batch import Rollout, StepMetrics
 from lopd_fast.build import Parts
 from lopd_fast.checkpoint import (
     latest_good,
     optimizer_tensors,
     restore_optimizer,
-    save_checkpoint,
 )
+from lopd_fast.checkpoint_writer import CheckpointWriter
 from lopd_fast.cold_start import ColdStart, ColdStartMetrics
 from lopd_fast.config import Config, save_config, to_dict
 from lopd_fast.envs.base import Demonstrator, Task
@@ -56,6 +57,8 @@ class Run:
         self.config: Config = self.parts.config
         self.out = Path(self.config.train.out)
         self.checkpoints = self.out / "checkpoints"
+        keep = self.config.train.keep_checkpoints
+        self.writer = CheckpointWriter(self.checkpoints, keep=keep, say=self.say)
 
     # --- folder -----------------------------------------------------------------------------------------------
 
@@ -174,17 +177,22 @@ class Run:
                 start_trackers(self.config, "cold_start", stage.step),
             ) as log,
             StopRequest() as stop,
+            self.writer,
         ):
             while stage.step < self.config.cold_start.steps:
                 metrics = stage.run_step()
                 log.write(dataclasses.asdict(metrics))
                 if hook is not None:
                     hook(metrics)
-                due = stage.step % self.config.train.checkpoint_every == 0
-                if due or stop.requested or stage.step == self.config.cold_start.steps:
+                last = stage.step == self.config.cold_start.steps
+                due = last or stage.step % self.config.train.checkpoint_every == 0 or stop.requested
+                if due:
                     self._save_cold_start(stage)
-                if stop.requested:  # in the last step too: the next stage would not know of it
-                    raise Stopped
+                if due and stop.requested:  # the request may have come after the save was found not to be due
+                    break
+        if stop.requested:  # in the last step too: the next stage would not know of it
+            self.writer.finish()
+            raise Stopped
         self.parts.composer.freeze_anchor()
         return stage
 
@@ -200,17 +208,25 @@ class Run:
             trainer.load(checkpoint.tensors, checkpoint.state["trainer"])
         train = self.config.train
         trackers = start_trackers(self.config, steps_done=trainer.step)
-        with MetricsLog(self.out, trainer.step or None, trackers) as log, StopRequest() as stop:
+        with (
+            MetricsLog(self.out, trainer.step or None, trackers) as log,
+            StopRequest() as stop,
+            self.writer,
+        ):
             while trainer.step < train.steps:
                 metrics = trainer.run_step()
                 log.write(dataclasses.asdict(metrics))
                 if hook is not None:
                     hook(metrics)
-                due = trainer.step % train.checkpoint_every == 0 or trainer.step == train.steps
-                if due or stop.requested:
+                last = trainer.step == train.steps
+                due = last or trainer.step % train.checkpoint_every == 0 or stop.requested
+                if due:
                     self._save_trainer(trainer)
-                if stop.requested and trainer.step < train.steps:
-                    raise Stopped
+                if due and stop.requested:
+                    break
+        self.writer.finish()
+        if stop.requested:
+            raise Stopped
         if trainer.skipped == train.steps:
             raise UserError(
                 f"All {train.steps} steps were skipped, so the student has learned nothing; the lines above say why."
@@ -246,7 +262,8 @@ class Run:
 
     def _save_cold_start(self, stage: ColdStart) -> None:
         tensors = {"composer": self.parts.composer.state(), "optimizer": optimizer_tensors(stage.optimizer)}
-        self._save("cold_start", stage.step, stage.step, tensors, {})
+        state = {"stage": "cold_start", "stage_step": stage.step}
+        self._save(stage.step, tensors, state)
 
     def _save_trainer(self, trainer: Trainer) -> None:
         tensors = {
@@ -254,25 +271,17 @@ class Run:
             "student": self.parts.student.state(),
             **trainer.tensors(),
         }
-        step = self.config.cold_start.steps + trainer.step
-        self._save("distil", step, trainer.step, tensors, {"trainer": trainer.state()})
+        state = {"stage": "distil", "stage_step": trainer.step, "trainer": trainer.state()}
+        self._save(self.config.cold_start.steps + trainer.step, tensors, state)
 
     def _save(
         self,
-        stage: str,
         step: int,
-        stage_step: int,
         tensors: Mapping[str, Mapping[str, Tensor]],
         state: dict[str, Any],
     ) -> None:
-        save_checkpoint(
-            self.checkpoints,
-            step,
-            tensors,
-            {"stage": stage, "stage_step": stage_step, **state},
-            extra=lambda folder: self.parts.bank.save(folder / "bank"),
-            keep=self.config.train.keep_checkpoints,
-        )
+        bank = self.parts.bank.snapshot()
+        self.writer.save(step, tensors, state, extra=lambda folder: write_bank(folder / "bank", bank))
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

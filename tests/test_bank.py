@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from lopd_fast import bank_files, retriever
 from lopd_fast.bank import Experience, ExperienceBank, linearise, read_experiences
+from lopd_fast.bank_files import write_bank
 from lopd_fast.errors import UserError
 from lopd_fast.flat_index import FaissIndex, FlatIndex, NumpyIndex, flat_index
 from lopd_fast.retriever import SentenceEncoder, packaged_model
@@ -353,6 +354,17 @@ def test_saved_bank_is_the_same_bank(saved: Path):
         "embeddings-2.safetensors",
         "experiences-2.jsonl",
     ]
+
+
+@pytest.mark.parametrize("kind", [FaissIndex, NumpyIndex])
+def test_a_snapshot_is_the_bank_of_its_moment(kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lopd_fast.bank.flat_index", kind)
+    bank = ExperienceBank(TableEncoder(dim=4))
+    bank.add([entry("a", quality=0.1), entry("b")])
+    snapshot, before = bank.snapshot(), list(bank.experiences)
+    bank.add([entry("a", quality=0.9), *(entry(f"c{number}") for number in range(20))])
+    write_bank(tmp_path / "bank", snapshot)
+    assert load(tmp_path / "bank").experiences == before
 
 
 @pytest.mark.parametrize("step", ["save_file", "fsync", "replace", "unlink"])

@@ -1,6 +1,7 @@
 """Whole runs: stopped, killed and resumed to the same bits; their folder; what they are built from and retrieve."""
 
 import base64
+import errno
 import gc
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from lopd_fast import backbone
+from lopd_fast import backbone, checkpoint, runs, trainer
 from lopd_fast import build as building
 from lopd_fast.bank import Experience
 from lopd_fast.build import build, build_environment
@@ -31,6 +33,7 @@ from lopd_fast.errors import UserError
 from lopd_fast.metrics import read_metrics
 from lopd_fast.pipeline import Pipeline, Results
 from lopd_fast.retrieval import retrieve
+from lopd_fast.rollout.hf import HFRollout
 from lopd_fast.runs import Run, StepHook, Stopped
 from lopd_fast.trainer import Trainer, spread_groups
 from lopd_fast.trajectories import load_trajectories, save_trajectories
@@ -49,15 +52,22 @@ WORDS = [
 ]
 
 
-def run_in(out: Path, *words: str, environment: Environment | None = None) -> Run:
-    return Run(
-        tiny.parts(f"train.out={out}", *WORDS, *words, environment=environment, bank=0), say=lambda line: None
-    )
+def silent(line: str) -> None:
+    pass
 
 
-def go(out: Path, hook: StepHook | None = None, resume: bool = False) -> Run:
+def run_in(
+    out: Path, *words: str, environment: Environment | None = None, say: Callable[[str], None] = silent
+) -> Run:
+    parts = tiny.parts(f"train.out={out}", *WORDS, *words, environment=environment, bank=0)
+    return Run(parts, say=say)
+
+
+def go(
+    out: Path, hook: StepHook | None = None, resume: bool = False, say: Callable[[str], None] = silent
+) -> Run:
     """All stages, as the command line runs them, in parts of their own."""
-    run = run_in(out)
+    run = run_in(out, say=say)
     tasks = run.parts.environment.tasks("train", 5, 0)
     stage = "explore"
     if run.open(resume):
@@ -120,12 +130,39 @@ def ask_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Killed(BaseException):
-    """What is in memory is lost; what is on the disk is all that a killed process leaves."""
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die() -> None:
-    raise Killed
+def killed(out: Path, dies: Callable[[pytest.MonkeyPatch], StepHook | None], resume: bool) -> None:
+    """Go on with a run, in a process of its own, until it is killed where `dies` says so."""
+    child = os.fork()
+    if child == 0:
+        try:
+            go(out, dies(pytest.MonkeyPatch()), resume)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def on_call(owner: Any, name: str, count: int, half: bool = False) -> Callable[[pytest.MonkeyPatch], None]:
+    """Die as `owner.name` is called for the `count`-th time; `half`: when it has written half of its file."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        inner, left = getattr(owner, name), [count]
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0 and half:
+                inner(*arguments, **options)
+                os.truncate(arguments[1], arguments[1].stat().st_size // 2)
+            if left[0] == 0:
+                die()
+            return inner(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    return patch
 
 
 # --- stopping and resuming ---------------------------------------------------------------------------------------
@@ -154,19 +191,80 @@ def test_six_steps_are_three_and_a_resume_and_three(whole: Path, tmp_path: Path)
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(whole: Path, tmp_path: Path):
-    with pytest.raises(Killed):
-        go(tmp_path, at("cold_start", 3, die))
-    with pytest.raises(Killed):  # before distillation has a checkpoint
-        go(tmp_path, at("distil", 1, die), resume=True)
-    with pytest.raises(Killed):
-        go(tmp_path, at("distil", 5, die), resume=True)
-    partial = tmp_path / "checkpoints" / ".step-000010.partial"
-    shutil.copytree(tmp_path / "checkpoints" / "step-000008", partial)
-    (partial / "student.safetensors").write_bytes(b"half")
+    """SIGKILL at each of these instants in turn; those of a write hit its thread, while the training goes on."""
+    instants = [
+        lambda _: at("cold_start", 3, die),
+        on_call(checkpoint, "save_file", 1, half=True),
+        lambda _: at("distil", 1, die),  # before distillation has a checkpoint
+        on_call(Trainer, "backward", 2),
+        on_call(trainer, "optimizer_step", 4),  # theta has stepped, phi and beta have not
+        on_call(checkpoint, "_put_in_place", 1),
+        on_call(checkpoint, "_rotate", 1),
+        on_call(HFRollout, "rollouts", 1),
+        on_call(checkpoint, "save_file", 3, half=True),
+        on_call(runs, "write_bank", 1),
+    ]
+    for number, instant in enumerate(instants):
+        killed(tmp_path, instant, resume=number > 0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     go(tmp_path, resume=True)
     assert_same_outcome(outcome(tmp_path), outcome(whole))
+
+
+@pytest.mark.parametrize(("stage", "step"), [("cold_start", 2), ("distil", 2)])
+def test_a_stop_asked_for_while_saving_is_not_lost(
+    stage: str, step: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    inner = Run._save
+
+    def save(run: Run, number: int, tensors: Any, state: dict[str, Any]) -> None:
+        inner(run, number, tensors, state)
+        if (state["stage"], state["stage_step"]) == (stage, step):
+            ask_to_stop()
+
+    monkeypatch.setattr(Run, "_save", save)
+    with pytest.raises(Stopped):
+        go(tmp_path)
+    found = latest_good(tmp_path / "checkpoints")
+    assert found is not None and (found.state["stage"], found.state["stage_step"]) == (stage, step)
+    monkeypatch.undo()
+    go(tmp_path, resume=True)
+    assert_same_outcome(outcome(tmp_path), outcome(whole))
+
+
+def test_a_full_disk_costs_no_step_while_the_run_goes_on(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Checkpoints of step 4, 6 and 8 cannot be written; what was said and what is kept tell so, and no number."""
+    said: list[str] = []
+    full = {4, 6, 8}
+    inner = checkpoint._write
+
+    def write(folder: Path, *arguments: Any) -> None:
+        if int(folder.name[6:12]) in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(folder, *arguments)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+    go(tmp_path, say=said.append)
+    assert_same_outcome(outcome(tmp_path), outcome(whole))
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-000002",
+        "step-000010",
+    ]
+    said = [line.split(" cannot")[0] for line in said if "cannot be saved" in line]
+    assert said == [f"warning: Step {step}" for step in (4, 6, 8)]
+    full.add(10)
+    out = tmp_path / "end"
+    with pytest.raises(UserError, match="Step 10 cannot be saved in .* the disk has no room"):
+        go(out)
+    full.discard(4)
+    with pytest.raises(UserError, match="Step 8 cannot be saved"):  # not Stopped, which says that it is saved
+        go(tmp_path / "stopped", at("distil", 4, ask_to_stop))
+    full.clear()
+    go(out, resume=True)  # all over again, from the last step that could be saved
+    assert_same_outcome(outcome(out), outcome(whole))
 
 
 def test_a_stop_in_the_last_cold_start_step_is_not_lost(tmp_path: Path):
