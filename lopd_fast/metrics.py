@@ -12,6 +12,7 @@ from lopd_fast.errors import UserError
 from lopd_fast.trackers import Tracker
 
 METRICS = "metrics.jsonl"
+LOW_GAP = 0.1  # nats: below it a teacher hardly tells one experience from another
 
 
 class MetricsLog:

@@ -19,11 +19,11 @@ import torch
 from lopd_fast.batch import Rollout
 from lopd_fast.build import Parts
 from lopd_fast.evaluation import pass_rate, teacher_gap, teacher_rollouts
+from lopd_fast.metrics import LOW_GAP
 from lopd_fast.pack import micro_batches
 from lopd_fast.retrieval import negatives
 from lopd_fast.rollout.sampling import Sampling
 
-LOW_GAP = 0.1  # nats: below it a teacher hardly tells one experience from another
 MOST_GROUPS = 8  # rewards are reported by group up to here
 
 

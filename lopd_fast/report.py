@@ -3,14 +3,20 @@
 import base64
 import html
 import math
+import platform
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lopd_fast import __version__
 from lopd_fast.errors import UserError
 
 ROWS = {  # metric -> what it is called
     "reward": "reward",
+    "teacher_reward": "reward of the teacher, on some tasks",
+    "reward_gap": "teacher's reward less the student's",
+    "teacher_gap": "KL between right and other experiences, nats per token",
     "kl": "divergence from the teacher, nats per token",
     "delta": "privileged margin Δ, nats",
     "beta": "dual variable β",
@@ -22,14 +28,18 @@ ROWS = {  # metric -> what it is called
     "student_grad_norm": "gradient norm of the student",
     "composer_grad_norm": "gradient norm of the composer",
     "seconds": "seconds a step",
+    "tokens_per_second": "supervised tokens a second",
+    "bank_size": "experiences in the bank",
     "peak_mib": "peak memory, MiB",
 }
 STYLE = """
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222}
 img {max-width: 100%} table {border-collapse: collapse; margin: 1em 0}
 td, th {padding: .25em .9em; border-bottom: 1px solid #ddd; text-align: left}
-td + td, th + th {text-align: right; font-variant-numeric: tabular-nums} .wide td {text-align: left}
+td + td, th + th {text-align: right; font-variant-numeric: tabular-nums} .wide :is(td, th) {text-align: left}
+.wide td {overflow-wrap: anywhere}
 """
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "sentence-transformers", "triton", "vllm")
 
 
 def write_report(
@@ -40,9 +50,11 @@ def write_report(
     *,
     title: str,
 ) -> None:
-    """Write `path`: the picture `curves`, each metric at the start and at the end, seconds by phase, and the settings.
+    """Write `path`: the picture `curves`, each metric at the start and at the end, what was said, seconds by phase,
+    settings and versions.
 
-    metrics: one mapping per step, as `read_metrics` gives them; start and end are means over a tenth of the steps.
+    metrics: one mapping per step, as `read_metrics` gives them; start and end are means over a tenth of the steps, or
+    over what was measured first and last.
 
     Raises:
         UserError: there are no steps to report.
@@ -50,13 +62,17 @@ def write_report(
     if not metrics:
         raise UserError("There are no metrics to report: train for at least one step.")
     share = max(1, len(metrics) // 10)
-    first, last = metrics[:share], metrics[-share:]
+    known = {key: [line for line in metrics if line.get(key) is not None] for key in ROWS}
     values = [
-        (name, _number(_mean(first, key)), _number(_mean(last, key)))
+        (
+            name,
+            _number(_mean(metrics[:share], key), lines[0][key]),
+            _number(_mean(metrics[-share:], key), lines[-1][key]),
+        )
         for key, name in ROWS.items()
-        if any(line.get(key) is not None for line in metrics)
+        if (lines := known[key])
     ]
-    phases = sorted({name for line in metrics for name in line.get("phases") or {}})
+    phases = dict.fromkeys(name for line in metrics for name in line.get("phases") or {})
     spent = {name: sum((line.get("phases") or {}).get(name, 0.0) for line in metrics) for name in phases}
     whole = sum(spent.values()) or 1.0
     times = [
@@ -64,14 +80,18 @@ def write_report(
     ]
     skipped = sum(bool(line.get("skipped")) for line in metrics)
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
+    said = [(str(line["step"]), text) for line in metrics for text in line.get("messages") or ()]
     picture = base64.b64encode(Path(curves).read_bytes()).decode()
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>{len(metrics)} steps, {skipped} of them skipped; {seconds:.0f} s.</p>",
         f'<img alt="curves of the run" src="data:image/png;base64,{picture}">',
         _table(("", f"first {share}", f"last {share}"), values),
+        "<h2>Said during the run</h2>"
+        + (_table(("step", "message"), said, "wide") if said else "<p>Nothing.</p>"),
         "<h2>Time</h2>" + _table(("phase", "seconds a step", "share"), times) if times else "",
         "<h2>Settings</h2>" + _table(("setting", "value"), _flat(settings), "wide"),
+        "<h2>Versions</h2>" + _table(("package", "version"), versions(), "wide"),
     ]
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -85,8 +105,24 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.4g}"
+def _number(mean: float, otherwise: float) -> str:
+    """The mean, or, of what was not measured in these steps, the nearest reading."""
+    return f"{otherwise if math.isnan(mean) else mean:.4g}"
+
+
+def versions() -> list[tuple[str, str]]:
+    """What the run was made with: (name, version) of this package, Python, the system and PACKAGES that are there."""
+    found = [
+        ("lopd-fast", __version__),
+        ("Python", platform.python_version()),
+        ("system", platform.platform()),
+    ]
+    for name in PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, ...]]:

@@ -1,7 +1,10 @@
 """The metrics file is valid JSON line by line and has each step once, whatever was killed; the picture shows it all."""
 
+import base64
 import json
 import math
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from lopd_fast.errors import UserError
 from lopd_fast.metrics import MetricsLog, read_metrics
 from lopd_fast.plots import _changes, _moving_mean, plot_curves
+from lopd_fast.report import write_report
 
 
 def log_steps(folder: Path, first: int, last: int, resume_step: int | None = None, note: str = "a") -> None:
@@ -120,6 +124,18 @@ def steps_of_a_run(count: int) -> list[dict[str, Any]]:
             "composer_grad_norm": 0.01 * step,
             "student_mass": 0.9,
             "teacher_mass": 0.95,
+            "teacher_gap": 0.1 * step,
+            "reward_gap": 0.5 if step % 4 == 1 else None,
+            "teacher_reward": 0.75 if step % 4 == 1 else None,
+            "entropy": 1.5 / step,
+            "anchor": 0.001 * step,
+            "response_tokens": 20.0 + step,
+            "bank_size": 3 * step,
+            "tokens_per_second": 50.0 + step,
+            "peak_mib": 700.0,
+            "phases": {"rollout": 2.0 + step, "backward": 1.0},
+            "group_rewards": {"g0": 0.0, "g1": step / count},
+            "messages": ["warning: a <low> gap"] if step == 2 else [],
             "divergence": "forward_kl" if step <= count // 3 else "reverse_kl",
             "skipped": step == 3,
         }
@@ -145,37 +161,101 @@ def test_the_picture_shows_every_curve_and_mark(count: int, tmp_path: Path, monk
     metrics = steps_of_a_run(count)
     figure = drawn(metrics, tmp_path / "curves.png", monkeypatch)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    reward, kl, delta, beta, norms, masses = figure.axes
-    assert figure.get_suptitle() == "a run"
-    for axes, names in (
-        (reward, ["reward"]),
-        (kl, ["kl"]),
-        (delta, ["delta"]),
-        (beta, ["beta"]),
-        (norms, ["student_grad_norm", "composer_grad_norm"]),
-        (masses, ["student_mass", "teacher_mass"]),
-    ):
-        curves = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
-        for name in names:
-            wanted = np.array([np.nan if step[name] is None else step[name] for step in metrics])
-            assert any(np.array_equal(curve, wanted, equal_nan=True) for curve in curves), name
+    assert figure.get_suptitle().splitlines()[0] == "a run"
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    curves = [np.asarray(line.get_ydata(), dtype=float) for axes in figure.axes for line in axes.lines]
+    numbers = {
+        name
+        for name, value in metrics[0].items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    for name in numbers:
+        wanted = np.array([np.nan if step[name] is None else step[name] for step in metrics])
+        if name in ("reward_gap", "teacher_reward") and count > 1:  # measured now and then: its points alone
+            wanted = wanted[np.isfinite(wanted)]
+        assert any(np.array_equal(curve, wanted, equal_nan=True) for curve in curves), name
+    for axes in figure.axes:
         marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
         assert marks == ([] if count == 1 else [count // 3 + 0.5])
         skipped = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"]
         assert skipped == ([] if count == 1 else [[3]])
-    dashed = [list(line.get_ydata()) for line in delta.lines if line.get_linestyle() == "--"]
-    assert dashed == [[0.05, 0.05]]
-    assert norms.get_yscale() == "log"
+
+    def levels(title: str) -> list[Any]:
+        (axes,) = [axes for name, axes in panels.items() if name.startswith(title)]
+        return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+
+    assert levels("privileged margin") == [0.05] and levels("teacher gap") == [0.1]
+    assert levels("reward gap") == [0.0]
+    assert panels["gradient norm before clipping"].get_yscale() == "log"
+    kl = panels["divergence from the teacher, nats a token"]
     assert [text.get_text() for text in kl.texts] == ([] if count == 1 else ["reverse KL from here"])
-    means = [text.get_text() for text in reward.get_legend().get_texts()] if reward.get_legend() else []
-    assert means == (["mean of the last 5 steps"] if count == 60 else [])
+    assert ("mean of the last 5" in figure.get_suptitle()) == (count == 60)
+    (stack,) = [axes for axes in figure.axes if axes.collections]
+    assert [text.get_text() for text in stack.get_legend().get_texts()] == ["rollout", "backward"]
+    top = max(float(area.get_paths()[0].vertices[:, 1].max()) for area in stack.collections)
+    assert top == pytest.approx(3.0 + count)
+    names = [text.get_text() for text in panels["reward of the step's rollouts"].get_legend().get_texts()]
+    assert {"student", "teacher, on some tasks", "g0", "g1"} <= set(names)
+
+
+class Page(HTMLParser):
+    """Tags with what they ask a browser to fetch, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: set[str] = set()
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_report_is_one_file_with_everything(tmp_path: Path):
+    metrics = steps_of_a_run(20)
+    plot_curves(metrics, tmp_path / "curves.png", margin=0.05, title="a run")
+    path = tmp_path / "report.html"
+    settings = {"train": {"steps": 20, "out": "<runs/x>"}, "model": {"path": "m"}}
+    write_report(path, metrics, tmp_path / "curves.png", settings, title="a <run>")
+    text = path.read_text()
+    page = Page(text)
+    (picture,) = page.fetched
+    head = "data:image/png;base64,"
+    assert picture.startswith(head)
+    assert base64.b64decode(picture.removeprefix(head)) == (tmp_path / "curves.png").read_bytes()
+    assert not page.tags & {"script", "link", "iframe", "object"}
+    assert "http" not in text and "url(" not in text and "@import" not in text
+    cells = page.text
+    assert cells.count("a <run>") == 2  # escaped in title and head
+    at = cells.index("warning: a <low> gap")
+    assert cells[at - 1] == "2"
+    assert cells[cells.index("train.out") + 1] == "<runs/x>" and "model.path" in cells
+    for name in ("lopd-fast", "Python", "torch", "transformers"):
+        assert re.match(r"\d+\.", cells[cells.index(name) + 1]), name
+    at = cells.index("teacher's reward less the student's")
+    assert cells[at + 1 : at + 3] == ["0.5", "0.5"]  # the last two steps have none: the nearest reading
+    at = cells.index("experiences in the bank")
+    assert cells[at + 1 : at + 3] == ["4.5", "58.5"]
+    assert cells.index("rollout") < cells.index("backward")
+    with pytest.raises(UserError, match="no metrics to report"):
+        write_report(path, [], tmp_path / "curves.png", {}, title="")
 
 
 def test_a_picture_of_gaps_alone_is_drawn_and_of_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     figure = drawn([{"step": 1, "student_grad_norm": 0.0}], tmp_path / "gaps.png", monkeypatch)
-    assert figure.axes[4].get_yscale() == "linear"
+    (norms,) = [axes for axes in figure.axes if axes.get_title().startswith("gradient norm")]
+    assert norms.get_yscale() == "linear"
+    empty = [
+        axes.get_title() for axes in figure.axes if [t.get_text() for t in axes.texts] == ["not measured"]
+    ]
+    assert len(empty) == 13  # all but the norms, and the phases
     with pytest.raises(UserError, match="no metrics to plot"):
         plot_curves([], tmp_path / "none.png", margin=0.05, title="")
 
