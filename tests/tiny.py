@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -88,6 +90,9 @@ def model(kind: str = "llama", *, tie: bool = True, dtype: torch.dtype = torch.f
         torch.manual_seed(7)
         if kind == "qwen3":
             made: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))
+        elif kind == "olmo3":  # the first block sees 24 tokens back, less than a prompt
+            kinds = ["sliding_attention", "full_attention"]
+            made = Olmo3ForCausalLM(Olmo3Config(**sizes, sliding_window=24, layer_types=kinds))
         else:
             made = LlamaForCausalLM(LlamaConfig(**sizes))
     return made.to(dtype=dtype).eval()  # pyright: ignore[reportCallIssue]
