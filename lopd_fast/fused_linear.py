@@ -19,9 +19,10 @@ from lopd_fast.loss_backend import rows_of
 from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import LossOptions, RowOutputs, concatenate, gradient_parts
 
-CHUNK_BYTES = {
-    "cpu": 300 << 20
-}  # what a chunk may hold: the logits of both sides and, on a device, their gradients
+HOSTS = ("cpu",)  # devices that count as a CPU
+# What a chunk may hold: the logits of both sides and, on a device, their gradients. On a CPU it holds no more than the
+# largest head does, unless that is less than LEAST_CHUNK_BYTES: more would not be faster.
+CHUNK_BYTES, LEAST_CHUNK_BYTES = {"cpu": 300 << 20}, 64 << 20
 CHUNK_BYTES_DEVICE = 900 << 20
 DEVICE_ROWS = 128  # a chunk on a device is a multiple of this: whole tiles of its products
 
@@ -206,8 +207,12 @@ def _buffers(
     if chunk_size is None:
         itemsize = rows.weight.itemsize + (kind.itemsize if apart else 0)
         per_row = itemsize * (max(options.shard.widths) * count + 32 * options.k)
-        most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_DEVICE) // per_row)
-        if device.type != "cpu" and most > DEVICE_ROWS:
+        host, budget = device.type in HOSTS, CHUNK_BYTES_DEVICE
+        if host:
+            largest = max(head.weight.numel() for head in heads) * rows.weight.itemsize
+            budget = min(CHUNK_BYTES["cpu"], max(largest, LEAST_CHUNK_BYTES))
+        most = max(1, budget // per_row)
+        if not host and most > DEVICE_ROWS:
             chunk_size = most // DEVICE_ROWS * DEVICE_ROWS
         else:
             chunk_size = -(-rows.count // -(-rows.count // most)) if rows.count else 1  # chunks of one size
