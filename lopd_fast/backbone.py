@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lopd_fast.activation_offload import check_offload, offloaded
 from lopd_fast.config import LoraConfig, ModelConfig
 from lopd_fast.errors import UserError
+from lopd_fast.liger import use_liger, uses_liger
 from lopd_fast.packed_forward import packed_hidden, packing_of
 from lopd_fast.prefix_tree import Packed
 
@@ -59,6 +61,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             local_files_only=True,
         )
     nn.Module.to(model, device)  # the class's own `to` hides its signature from type checkers
+    if config.liger_kernels:
+        use_liger(model)
     return model.requires_grad_(False).eval()
 
 
@@ -111,8 +115,17 @@ def _loading(what: str, path: str) -> Iterator[None]:
 class Backbone(nn.Module):
     """One frozen model and the adapters on it."""
 
-    def __init__(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, gradient_checkpointing: bool = False, activation_offload: bool = False
+    ) -> None:
+        """Freezes `model`.
+
+        Raises:
+            UserError: `activation_offload` without checkpoints, or on a CPU.
+        """
         super().__init__()
+        if activation_offload:
+            check_offload(model.device, gradient_checkpointing)
         self.model = model.requires_grad_(False).eval()
         self.role_name = "teacher"
         self._adapters: list[str] = []
@@ -120,6 +133,7 @@ class Backbone(nn.Module):
         self._trainable: list[nn.Parameter] = []
         self._fixed: list[nn.Parameter] = []
         self.gradient_checkpointing = gradient_checkpointing
+        self.activation_offload = activation_offload
         if gradient_checkpointing:
             checkpoint_layers(model, lambda: (nullcontext(), self.role(self.role_name)))
 
@@ -185,7 +199,7 @@ class Backbone(nn.Module):
 
     def hidden(self, packed: Packed, embeddings: Tensor | None = None) -> Tensor:
         """Last hidden states (T, H) of packed tokens, or of embeddings (T, H) in their place, in the current role."""
-        with self.precision():
+        with self.precision(), self.saving():
             return packed_hidden(self.model, packed, embeddings)
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -195,6 +209,10 @@ class Backbone(nn.Module):
         """
         dtype = self.model.dtype
         return torch.autocast(self.device.type, dtype) if dtype.itemsize == 2 else nullcontext()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """How activations are saved for a backward: where they are, or in host memory."""
+        return offloaded() if self.activation_offload else nullcontext()
 
     @property
     def shares_prefixes(self) -> bool:
@@ -304,6 +322,8 @@ def plain_copy(
     )
     fresh = fresh.to(model.device).requires_grad_(False).eval()
     fresh.generation_config = deepcopy(model.generation_config)
+    if uses_liger(model):
+        use_liger(fresh)
     copy_weights(fresh, weights())
     return fresh
 

@@ -56,7 +56,7 @@ def build(config: Config) -> Parts:
             "they are not a pair."
         )
     torch.manual_seed(config.train.seed)
-    backbone = Backbone(model, config.model.gradient_checkpointing)
+    backbone = Backbone(model, config.model.gradient_checkpointing, config.model.activation_offload)
     student = Student(backbone, config.student, config.rollout.merge_lora)
     try:
         composer = Composer(backbone, tokenizer, config.composer)

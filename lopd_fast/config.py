@@ -39,6 +39,10 @@ class ModelConfig:
     device: str = "auto"
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    activation_offload: bool = False  # CUDA: checkpoints wait in host memory for the backward
+    liger_kernels: bool = (
+        True  # CUDA: Liger's RMSNorm, rotary embedding and SwiGLU where liger-kernel is installed
+    )
     template_options: dict[str, Any] = field(
         default_factory=dict
     )  # of the chat template: enable_thinking, ...
@@ -186,7 +190,7 @@ class TrainConfig:
     steps: int = Field(default=200, ge=1)
     tasks_per_step: int = Field(default=32, ge=1)
     rollouts_per_task: int = Field(default=1, ge=1)
-    micro_batch_tokens: int = Field(default=8192, ge=1)  # of the student, or one rollout
+    micro_batch_tokens: int = Field(default=8192, ge=1)  # of the student, or one rollout; in cold start too
     checkpoint_every: int = Field(default=20, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])

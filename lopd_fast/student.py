@@ -34,7 +34,8 @@ class Student:
     def hidden(self, side: Side) -> Tensor:
         """Hidden states (N, H) at the supervised rows of the student's view."""
         if self._own is not None:
-            return packed_hidden(self._own, side.packed)[side.rows]
+            with self.backbone.saving():
+                return packed_hidden(self._own, side.packed)[side.rows]
         with self.backbone.role("student"):
             return self.backbone.hidden(side.packed)[side.rows]
 

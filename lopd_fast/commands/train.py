@@ -23,6 +23,7 @@ def run(
     from lopd_fast.build import build
     from lopd_fast.config import load_config
     from lopd_fast.console import Stages
+    from lopd_fast.liger import uses_liger
     from lopd_fast.pipeline import Pipeline
     from lopd_fast.plan.make import refuse_too_large
     from lopd_fast.runs import Stopped
@@ -30,7 +31,12 @@ def run(
     settings = load_config(config, overrides or [])
     refuse_too_large(settings)
     stages = Stages()
-    pipeline = Pipeline(build(settings), stages)
+    parts = build(settings)
+    if uses_liger(parts.backbone.model):
+        stages.say(
+            "RMSNorm, rotary embedding and SwiGLU run on Liger's kernels (model.liger_kernels=false: on torch's)."
+        )
+    pipeline = Pipeline(parts, stages)
     try:
         if not pipeline.open(resume):
             pipeline.evaluate_student("before")
