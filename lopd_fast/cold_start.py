@@ -12,18 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lopd_fast.backbone import Backbone, Head
-from lopd_fast.bank import ExperienceBank
+from lopd_fast.bank import Experience, ExperienceBank
 from lopd_fast.batch import Rollout
 from lopd_fast.composer import Composer
 from lopd_fast.config import ColdStartConfig, RetrievalConfig
 from lopd_fast.errors import UserError
 from lopd_fast.optimizers import composer_optimizer, optimizer_step, schedule_factor
-from lopd_fast.pack import pack_step
+from lopd_fast.pack import micro_batches, pack_step
 from lopd_fast.render import Renderer
 from lopd_fast.retrieval import retrieve
 from lopd_fast.teacher import teacher_hidden
+
+LOGITS_BYTES = 512 << 20  # of the fp32 logits that are held at once
+Example = tuple[Rollout, Sequence[Experience]]
 
 
 @dataclass
@@ -50,6 +54,7 @@ class ColdStart:
         config: ColdStartConfig,
         retrieval: RetrievalConfig,
         seed: int,
+        micro_batch_tokens: int,
         say: Callable[[str], None] = print,
     ) -> None:
         """Raises UserError where the bank holds nothing for any of `trajectories`."""
@@ -58,6 +63,7 @@ class ColdStart:
         self.say = say
         self.step = 0
         self.seed = seed
+        self.micro_batch_tokens = micro_batch_tokens
         tasks = [rollout.task for rollout in trajectories]
         found = retrieve(bank, tasks, retrieval, seed=seed)
         self.examples = [(rollout, hits) for rollout, hits in zip(trajectories, found, strict=True) if hits]
@@ -76,10 +82,8 @@ class ColdStart:
         started = time.perf_counter()
         groups = [rollout.task.group for rollout, _ in self.examples]
         chosen = draw_evenly(groups, self.config.batch_size, self.seed * 1_000_003 + self.step)
-        loss = self.nll([self.examples[index] for index in chosen])
-        loss.backward()
+        value = self.backward([self.examples[index] for index in chosen])
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.optim.clip))
-        value = float(loss.detach())
         metrics = ColdStartMetrics(self.step + 1, value, norm, 0.0)
         if math.isfinite(value) and math.isfinite(norm):
             optimizer_step(self.optimizer, schedule_factor(self.config.optim, self.step, self.config.steps))
@@ -91,16 +95,35 @@ class ColdStart:
         metrics.seconds = time.perf_counter() - started
         return metrics
 
-    def nll(self, examples: Sequence[tuple[Rollout, Sequence]]) -> Tensor:
-        """Mean NLL over the student-written tokens of `examples`, given their experiences' latents."""
-        rollouts = [rollout for rollout, _ in examples]
-        latents = self.composer([(rollout.task.text, hits) for rollout, hits in examples])
-        counts = [latent.shape[0] for latent in latents]
-        batch = pack_step(rollouts, counts, self.renderer, self.backbone.shares_prefixes).to(
-            self.backbone.device
-        )
-        hidden = teacher_hidden(self.backbone, batch.teacher, latents)
-        return linear_nll(hidden, self.backbone.head, batch.targets)
+    def backward(self, examples: Sequence[Example]) -> float:
+        """The gradient of the mean NLL over the student-written tokens of `examples`, by micro-batches; its value."""
+        found = {id(rollout): hits for rollout, hits in examples}
+        total = sum(sum(rollout.student_mask) for rollout, _ in examples)
+        losses = []
+        for group in micro_batches(
+            [rollout for rollout, _ in examples], self.micro_batch_tokens, self.renderer
+        ):
+            share = sum(sum(rollout.student_mask) for rollout in group) / total
+            loss = share * trajectory_nll(
+                self.backbone,
+                self.composer,
+                self.renderer,
+                [(rollout, found[id(rollout)]) for rollout in group],
+            )
+            loss.backward()
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum())
+
+
+def trajectory_nll(
+    backbone: Backbone, composer: Composer, renderer: Renderer, examples: Sequence[Example]
+) -> Tensor:
+    """Mean NLL () over the student-written tokens of `examples`, given their experiences' latents."""
+    rollouts = [rollout for rollout, _ in examples]
+    latents = composer([(rollout.task.text, hits) for rollout, hits in examples])
+    counts = [latent.shape[0] for latent in latents]
+    batch = pack_step(rollouts, counts, renderer, backbone.shares_prefixes).to(backbone.device)
+    return linear_nll(teacher_hidden(backbone, batch.teacher, latents), backbone.head, batch.targets)
 
 
 def draw_evenly(groups: Sequence[str], count: int, seed: int) -> list[int]:
@@ -123,15 +146,20 @@ def draw_evenly(groups: Sequence[str], count: int, seed: int) -> list[int]:
 
 
 def linear_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """Mean next-token NLL of hidden (N, H) under a head, without the full (N, V) logits where torch can.
+    """Mean next-token NLL () fp32 of hidden (N, H) under a head, for targets (N,).
 
-    torch.nn.functional.linear_cross_entropy knows a plain head; a scaled or soft-capped one, and torch before 2.13,
-    take the logits in full.
+    Rows whose logits would pass LOGITS_BYTES are taken in parts, each projected again in the backward.
     """
-    plain = head.logit_scale == 1.0 and head.logit_softcap is None
-    if plain and hasattr(F, "linear_cross_entropy"):
-        return F.linear_cross_entropy(hidden, head.weight, targets, linear_bias=head.bias).float()
+    rows = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
+    if len(hidden) <= rows:
+        return _nll(hidden, head, targets) / len(hidden)
+    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
+    sums = [checkpoint(_nll, part, head, ids, use_reentrant=False) for part, ids in parts]
+    return torch.stack(sums).sum() / len(hidden)
+
+
+def _nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     logits = F.linear(hidden, head.weight, head.bias).float() * head.logit_scale
     if head.logit_softcap is not None:
         logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
-    return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum")

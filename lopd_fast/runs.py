@@ -163,6 +163,7 @@ class Run:
             self.config.cold_start,
             self.config.retrieval,
             seed=self.config.train.seed,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
             say=self.say,
         )
         checkpoint = latest_good(self.checkpoints)

@@ -9,6 +9,7 @@ from restated import Restatement
 from torch import Tensor
 from torch.nn import functional as F
 
+from lopd_fast import cold_start
 from lopd_fast.backbone import Head
 from lopd_fast.bank import Experience
 from lopd_fast.batch import Rollout
@@ -24,7 +25,9 @@ def trajectories(count: int = 4) -> list[Rollout]:
     return [tiny.rollout(number, masks[number % 4], 1.0) for number in range(count)]
 
 
-def stage_of(parts: Parts, rollouts: list[Rollout], said: list[str] | None = None) -> ColdStart:
+def stage_of(
+    parts: Parts, rollouts: list[Rollout], said: list[str] | None = None, micro_batch_tokens: int = 8192
+) -> ColdStart:
     return ColdStart(
         parts.backbone,
         parts.composer,
@@ -34,17 +37,18 @@ def stage_of(parts: Parts, rollouts: list[Rollout], said: list[str] | None = Non
         parts.config.cold_start,
         parts.config.retrieval,
         seed=0,
+        micro_batch_tokens=micro_batch_tokens,
         say=(said if said is not None else []).append,
     )
 
 
-def test_nll_and_its_gradient_are_those_of_one_trajectory_at_a_time():
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 150, 1])
+def test_nll_and_its_gradient_are_those_of_one_trajectory_at_a_time(micro_batch_tokens: int):
     parts = tiny.parts(kind="qwen3", tie=False)
     tiny.stir([value for value in tiny.learning(parts).values()], seed=1, size=0.05)
     parts.composer.freeze_anchor()
-    stage = stage_of(parts, trajectories())
-    loss = stage.nll(stage.examples)
-    loss.backward()
+    stage = stage_of(parts, trajectories(), micro_batch_tokens=micro_batch_tokens)
+    loss = stage.backward(stage.examples)
 
     restated = Restatement(parts, tiny.model("qwen3", tie=False))
     terms = []
@@ -58,7 +62,7 @@ def test_nll_and_its_gradient_are_those_of_one_trajectory_at_a_time():
         )
     expected = torch.cat(terms).mean()
     expected.backward()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(float(expected), rel=1e-6)
     for name, tensor in tiny.learning(parts).items():
         wanted = restated.leaves[name].grad
         if name.startswith("student/"):
@@ -72,13 +76,13 @@ def test_nll_and_its_gradient_are_those_of_one_trajectory_at_a_time():
 HEADS = [(None, 1.0, None), ("bias", 1.0, None), (None, 0.25, None), ("bias", 0.5, 3.0)]
 
 
-@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(("bias", "scale", "softcap"), HEADS)
 def test_linear_nll(
-    bias: str | None, scale: float, softcap: float | None, full_logits: bool, monkeypatch: pytest.MonkeyPatch
+    bias: str | None, scale: float, softcap: float | None, in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    if full_logits:  # as with a torch before 2.13
-        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    if in_parts:  # of two rows
+        monkeypatch.setattr(cold_start, "LOGITS_BYTES", 2 * 4 * 11)
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
     offset = torch.randn(11) if bias else None
     targets = torch.tensor([0, 10, 3, 3, 7])
@@ -135,13 +139,13 @@ def test_batches_follow_the_seed_and_the_step():
         stage = stage_of(tiny.parts("cold_start.batch_size=2"), trajectories())
         stage.seed = seed
         batches: list[list[str]] = []
-        inner = stage.nll
+        inner = stage.backward
 
-        def nll(examples) -> Tensor:
+        def backward(examples) -> float:
             batches.append([rollout.task.id for rollout, _ in examples])
             return inner(examples)
 
-        stage.nll = nll  # pyright: ignore[reportAttributeAccessIssue]
+        stage.backward = backward  # pyright: ignore[reportAttributeAccessIssue]
         for _ in range(steps):
             stage.run_step()
         return batches

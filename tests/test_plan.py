@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,11 +89,22 @@ def test_a_real_step_holds_what_was_planned(words: list[str]) -> None:
     config, load = tiny.config(*words), LOAD
     planned = Probe(config, model(), torch.float32, no_time, cuda=False)
     before = sum(planned.ledger.live.values())
-    peaks = {name: phase.peak for name, phase in (planned.sample(load) | planned.step(load)).items()}
-    names = ["prefill", "decode", "compose", "teacher", "student", "loss", "backward", "optimizers"]
+    phases = planned.sample(load) | planned.cold_start(load) | planned.step(load)
+    peaks = {name: phase.peak for name, phase in phases.items()}
+    names = [
+        "prefill",
+        "decode",
+        "cold start",
+        "compose",
+        "teacher",
+        "student",
+        "loss",
+        "backward",
+        "optimizers",
+    ]
     assert list(peaks) == names
     real = Probe(config, model(), torch.float32, no_time, cuda=False, device=torch.device("cpu"))
-    counted = real.sample(load) | real.step(load)
+    counted = real.sample(load) | real.cold_start(load) | real.step(load)
     for name, peak in peaks.items():
         assert peak == pytest.approx(counted[name].peak, rel=0.02), name
     real.step(load)  # what is made once is made
@@ -104,7 +116,7 @@ def test_a_real_step_holds_what_was_planned(words: list[str]) -> None:
         (event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()
     )
     grown = int(torch.tensor([event.nbytes() for event in events]).cumsum(0).max())
-    assert before + grown == pytest.approx(max(peaks[name] for name in names[2:]), rel=0.15)
+    assert before + grown == pytest.approx(max(peaks[name] for name in names[3:]), rel=0.15)
 
 
 def test_a_half_precision_step_holds_what_was_planned_without_autocast() -> None:
@@ -117,6 +129,20 @@ def test_a_half_precision_step_holds_what_was_planned_without_autocast() -> None
     peaks, counted = (probe.sample(LOAD) | probe.step(LOAD) for probe in (planned, real))
     for name, phase in peaks.items():
         assert phase.peak == pytest.approx(counted[name].peak, rel=0.02), name
+
+
+def test_offloaded_checkpoints_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lopd_fast.activation_offload.LEAST_BYTES", 1)
+    load = replace(LOAD, tokens=400, response=380)
+    peaks = []
+    for offload in ("false", "true"):
+        words = ["model.gradient_checkpointing=true", f"model.activation_offload={offload}"]
+        probe = Probe(tiny.config(*words), model(), torch.bfloat16, no_time, cuda=True)
+        peaks.append(probe.step(load)["loss"].peak)
+    kept = 2 * 2 * load.rollouts * 32 * 2 * load.tokens  # teacher and student, layers, width, bytes
+    assert kept < peaks[0] - peaks[1] < 2 * kept  # and what the last norm keeps
+    with pytest.raises(ValueError, match="this run is on a CPU"):
+        Probe(tiny.config(*words), model(), torch.float32, no_time, cuda=False)
 
 
 def test_limits_are_where_a_plan_stops_fitting() -> None:

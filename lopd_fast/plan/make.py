@@ -34,7 +34,7 @@ class Plan:
     model: PretrainedConfig
     device: Device
     load: Load
-    phases: dict[str, Phase]  # sampling first, then those of an update
+    phases: dict[str, Phase]  # sampling first, then cold start if there is one, then those of an update
     # Tokens for which everything fits, along a line through the load and one half as long; 0 in a brief plan:
     longest_rollout: int = 0
     largest_micro_batch: int = 0
@@ -86,7 +86,12 @@ def make_plan(
         brief: leave out limits and times if the run fits, at half the work.
     """
     probe = Probe(config, model, dtype, device.seconds, cuda=device.cuda)
-    plan = Plan(config, model, device, load, probe.sample(load) | probe.step(load))
+
+    def phases(load: Load) -> dict[str, Phase]:
+        cold = probe.cold_start(load) if config.cold_start.steps and load.latents else {}
+        return probe.sample(load) | cold | probe.step(load)
+
+    plan = Plan(config, model, device, load, phases(load))
     if not (brief and plan.fits):
         shorter = replace(
             load,
@@ -94,7 +99,7 @@ def make_plan(
             response=-(-load.response // 2),
             turn=-(-load.turn // 2),
         )
-        half = probe.sample(shorter) | probe.step(shorter)
+        half = phases(shorter)
         plan.longest_rollout = _most(plan, shorter, half)
         updates = {name: phase for name, phase in half.items() if name not in SAMPLING}
         plan.largest_micro_batch = load.rollouts * _most(plan, shorter, updates)
@@ -163,8 +168,8 @@ def _most(plan: Plan, shorter: Load, half: Mapping[str, Phase]) -> int:
 def _seconds(load: Load, phases: Mapping[str, Phase], half: Mapping[str, Phase]) -> dict[str, float]:
     """Seconds of a step by phase. A token costs what one halfway costs; so does the prompt of one turn of several."""
     turns = -(-load.response // load.turn)
-    times = {name: load.micro_batches for name in phases} | {"optimizers": 1}
-    seconds = {name: times[name] * phase.seconds for name, phase in phases.items()}
+    times = dict.fromkeys(phases, load.micro_batches) | {"optimizers": 1}
+    seconds = {name: times[name] * phases[name].seconds for name in phases if name != "cold start"}
     seconds["prefill"] = load.batches * turns * (phases if turns == 1 else half)["prefill"].seconds
     seconds["decode"] = load.batches * load.response * (phases["decode"].seconds + half["decode"].seconds) / 2
     return seconds

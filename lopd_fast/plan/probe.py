@@ -5,21 +5,22 @@ What is tracked is the code that trains, not a formula beside it, so the plan fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from lopd_fast import fused_head, fused_linear
+from lopd_fast import activation_offload, fused_head, fused_linear
 from lopd_fast.backbone import Backbone
 from lopd_fast.bank import Experience
 from lopd_fast.batch import Rollout
 from lopd_fast.build import Parts
+from lopd_fast.cold_start import trajectory_nll
 from lopd_fast.composer import Composer
 from lopd_fast.config import Config
 from lopd_fast.envs.base import Message, Task
@@ -50,11 +51,14 @@ class Probe:
         self.vocabulary = model.get_text_config().vocab_size
         self.ledger = Ledger(device, PARTS, speed)
         self.ledger.fresh_part = self._part
+        if config.model.activation_offload:
+            where = torch.device("cuda" if cuda else "cpu")
+            activation_offload.check_offload(where, config.model.gradient_checkpointing)
         with self._tracking(), device:
             body = AutoModelForCausalLM.from_config(
                 model, dtype=dtype, attn_implementation=config.model.attention
             )
-            backbone = Backbone(body, config.model.gradient_checkpointing)
+            backbone = Backbone(body, config.model.gradient_checkpointing, config.model.activation_offload)
             student = Student(backbone, config.student, config.rollout.merge_lora)
             composer = Composer(backbone, cast(Any, _letters), config.composer)
             composer.freeze_anchor()
@@ -71,14 +75,28 @@ class Probe:
 
     def step(self, load: Load) -> dict[str, Phase]:
         """Phases of an update on one micro-batch, by the names that the trainer gives them."""
-        prompt = load.tokens - load.latents - load.response
-        rollouts = [_rollout(number, prompt, load) for number in range(load.rollouts)]
+        rollouts = _rollouts(load)
         self.ledger.phases.clear()
         with self._tracking():
             if load.micro_batches > 1:  # those before this one left theirs
-                self._fill_gradients()
+                self._fill_gradients((*self.trainer.theta, *self.trainer.phi))
             self.trainer.update(rollouts)
         return dict(self.ledger.phases)
+
+    def cold_start(self, load: Load) -> dict[str, Phase]:
+        """The phase "cold start": its step on one micro-batch of several, theta having no optimiser's state yet."""
+        examples = [(rollout, rollout.experiences) for rollout in _rollouts(load)]
+        parts, optimiser = self.parts, self.trainer.phi_optimizer
+        self.trainer.theta_optimizer.state.clear()
+        self.ledger.phases.clear()
+        with self._tracking():
+            self._fill_gradients(self.trainer.phi)
+            with self.ledger.phase("cold start"):
+                trajectory_nll(parts.backbone, parts.composer, parts.renderer, examples).backward()
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            self._start_optimisers()
+        return {"cold start": self.ledger.phases["cold start"]}
 
     def sample(self, load: Load) -> dict[str, Phase]:
         """Phases of sampling: "prefill" of the longest prompt of a turn, and "decode" of the last token."""
@@ -109,17 +127,15 @@ class Probe:
         with ExitStack() as stack:
             if self.device.type == "meta":
                 # autocast does not know the device
-                stack.enter_context(patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
-                stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *_: False))
+                inert = {"autocast": lambda *_, **__: nullcontext(), "is_autocast_enabled": lambda *_: False}
+                stack.enter_context(_replaced(torch, **inert))
                 attention = _cuda_attention if self.cuda else _cpu_attention
-                stack.enter_context(
-                    patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
-                )
+                stack.enter_context(_replaced(functional, scaled_dot_product_attention=attention))
+                stack.enter_context(_replaced(activation_offload, to_host=_forgotten))
                 if self.cuda:
-                    stack.enter_context(patch.object(fused_head, "HALF_DEVICES", ("meta",)))
+                    stack.enter_context(_replaced(fused_head, HALF_DEVICES=("meta",)))
                 else:
-                    chunk = fused_linear.CHUNK_BYTES["cpu"]
-                    stack.enter_context(patch.dict(fused_linear.CHUNK_BYTES, meta=chunk))
+                    stack.enter_context(_replaced(fused_linear, HOSTS=("meta",)))
             stack.enter_context(self.ledger)
             yield
 
@@ -142,13 +158,13 @@ class Probe:
         if parameter.grad is not None:
             self.ledger.name([parameter.grad], "gradients")
 
-    def _fill_gradients(self) -> None:
-        for parameter in (*self.trainer.theta, *self.trainer.phi):
+    def _fill_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
             self._name_gradient(parameter)
 
     def _start_optimisers(self) -> None:
-        self._fill_gradients()
+        self._fill_gradients((*self.trainer.theta, *self.trainer.phi))
         for optimiser in (self.trainer.theta_optimizer, self.trainer.phi_optimizer):
             for group in optimiser.param_groups:
                 group["foreach"] = self.cuda  # what torch chooses there; it holds a copy of some of the state
@@ -168,6 +184,23 @@ class Probe:
         mask = mask.to(self.device)
         ids = torch.zeros(rows, new, dtype=torch.int64, device=self.device)
         policy(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@contextmanager
+def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Other values of a module's names inside: the meta device is not one that the code below knows."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _forgotten(x: Tensor) -> Callable[[], Tensor]:
+    """A tensor that went to host memory, which the plan does not count, and comes back."""
+    shape, dtype, device = x.shape, x.dtype, x.device
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
 
 
 def _cuda_attention(
@@ -240,14 +273,16 @@ def _letters(text: str, **_: Any) -> Any:
     return SimpleNamespace(input_ids=[ord(letter) % 256 for letter in text])
 
 
-def _rollout(number: int, prompt: int, load: Load) -> Rollout:
-    """A made-up rollout that has nothing in common with the others, so nothing of it is shared."""
-    letter = chr(number)
-    found = [Experience(str(i), letter, letter * load.memory, 1.0) for i in range(load.experiences)]
-    task = Task(letter, letter)
-    messages = [{"role": "user", "content": letter * prompt}]
-    ids = [number % 256] * load.response
-    return Rollout(task, messages, ids, [True] * load.response, 1.0, experiences=found)
+def _rollouts(load: Load) -> list[Rollout]:
+    """The made-up rollouts of a micro-batch, which have nothing in common, so nothing of them is shared."""
+    prompt, made = load.tokens - load.latents - load.response, []
+    for number in range(load.rollouts):
+        letter = chr(number)
+        found = [Experience(str(i), letter, letter * load.memory, 1.0) for i in range(load.experiences)]
+        messages = [{"role": "user", "content": letter * prompt}]
+        ids, mask = [number % 256] * load.response, [True] * load.response
+        made.append(Rollout(Task(letter, letter), messages, ids, mask, 1.0, experiences=found))
+    return made
 
 
 @contextmanager
