@@ -152,19 +152,20 @@ def measure(
 def products(module: QFormer, lengths: list[int]) -> dict[str, float]:
     """FLOP of the matrix products of a step, counted: what a speed-up of equally quick products would be.
 
-    The restatement projects the memory in every layer, ours once; its attention keeps the probabilities, ours computes
-    them anew twice: in the layer and for the memory's gradient.
+    The restatement projects the memory in every layer, ours once; it also projects the first layer's queries, which
+    all samples have in common, once for each sample.
     """
-    dim, inner, rows = module.dim, module.heads * module.dim_head, len(lengths) * module.num_queries
+    dim, inner, queries = module.dim, module.heads * module.dim_head, module.num_queries
+    rows = len(lengths) * queries
     feed_forward = sum(weight.numel() for name, weight in module.named_parameters() if ".1.weight" in name)
     layer = 4 * dim * inner + 2 * feed_forward // (1 if module.share_layers else module.depth)
     query_side = 6 * rows * (module.depth * layer + dim * dim)
     read, project = 6 * sum(lengths) * dim * dim, 6 * sum(lengths) * dim * 2 * inner
-    attend = 2 * module.depth * sum(lengths) * module.num_queries * inner
+    attend = 12 * module.depth * sum(lengths) * queries * inner
     times = 1 if module.share_layers else module.depth
     return dict(
-        ours=query_side + read + times * project + 9 * attend,
-        restatement=query_side + read + module.depth * project + 6 * attend,
+        ours=query_side - 6 * (rows - queries) * 3 * dim * inner + read + times * project + attend,
+        restatement=query_side + read + module.depth * project + attend,
     )
 
 

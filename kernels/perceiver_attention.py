@@ -9,7 +9,7 @@ The keys of a sample are split into chunks. A program takes one chunk, head and 
 partial sum, its normaliser and its maximum; one program a sample, head and block attends to the latents themselves
 and adds the chunks in their order. So a sample without memory is one without chunks.
 
-All three passes, with the signatures of `lopd_fast.ragged_torch`: attend, attend_backward, memory_gradient.
+All three passes: attend, attend_backward, memory_gradient.
 """
 
 # A type checker takes a kernel for the plain function under @triton.jit.

@@ -94,9 +94,10 @@ class QFormer(nn.Module):
         Raises ValueError for shapes that do not fit the above, or offsets that do not run from 0 up to total_tokens.
         """
         memory, cu_seqlens = _packed(memory, cu_seqlens, mask, self.dim)
-        batch_size = cu_seqlens.numel() - 1
         memory = self.proj_in(memory.to(self.proj_in.weight.dtype))  # (total_tokens, dim)
-        latents = self.latents.expand(batch_size, -1, -1)  # (B, num_queries, dim)
+        latents = self.latents[
+            None
+        ]  # (1, num_queries, dim), and (B, ...) from the first layer's attention on
 
         applications = self.depth if self.share_layers else 1
         for attention, feed_forward in self._distinct_layers():
@@ -198,10 +199,10 @@ class _AppliedLayer:
         )
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """latents (B, num_queries, dim) -> the same after attention and feed-forward."""
-        normed = self.norm(latents)
-        query = self.to_q(normed).unflatten(-1, self.heads)
-        key_value = self.to_kv(normed).unflatten(-1, (2, *self.heads))
+        """latents (B, num_queries, dim), or (1, ...) if all samples have the same -> (B, ...) after the layer."""
+        normed, batch = self.norm(latents), self.memory.batch
+        query = self.to_q(normed).unflatten(-1, self.heads).expand(batch, -1, -1, -1)
+        key_value = self.to_kv(normed).unflatten(-1, (2, *self.heads)).expand(batch, -1, -1, -1, -1)
         latents = latents + self.to_out(self.memory.attend(query, key_value).flatten(-2))
         return latents + self.narrow(F.gelu(self.widen(self.feed_forward_norm(latents))))
 

@@ -1,116 +1,136 @@
 """Plain torch for `ragged_attention`: a loop over the samples, so the work is that of the real tokens.
 
-Scores lie key-major, (H, L, Q), so that no product needs the strided keys or values copied. Sums are fp32 (fp64 for
-fp64), whatever the dtype of the inputs.
+Keys and values lie sample by sample and head by head, (2, H, L_b + num_queries, D), in one buffer: the last rows of a
+sample are room for the latents' own, so that one product, one softmax and one product attend to both. The
+probabilities of every layer are kept: on a CPU they cost less to keep than to compute anew, num_queries * H numbers a
+token and layer, and without them backward is the four products that it must be.
+
+The gradient has the keys' shape and is handed from the last layer to the first, each adding to it in place.
+Sums are fp32 (fp64 for fp64), whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-
-PIECE = 512  # keys whose scores are held at once: they stay in the cache
-
-
-def attend(
-    query: Tensor, key_value: Tensor, offsets: list[int], key_value_latent: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attended values (B, Q, H, D) in the query's dtype and the logsumexp of the scores (B, H, Q)."""
-    q = _by_head(query) * query.shape[-1] ** -0.5  # (B, H, Q, D)
-    key, value = _keys_and_values(key_value_latent)
-    scores = key @ q.mT  # (B, H, Q, Q)
-    highest = scores.amax(-2, keepdim=True)  # (B, H, 1, Q), as is total
-    weights = scores.sub_(highest).exp_()
-    total, attended = weights.sum(-2, keepdim=True), weights.mT @ value
-    for b, rows in _pieces(offsets):
-        key, value = _keys_and_values(key_value[rows])
-        scores = key @ q[b].mT  # (H, L, Q)
-        higher = torch.maximum(highest[b], scores.amax(-2, keepdim=True))
-        shrink = (highest[b] - higher).exp_()
-        weights = scores.sub_(higher).exp_()
-        total[b].mul_(shrink).add_(weights.sum(-2, keepdim=True))
-        attended[b].mul_(shrink.mT).add_(weights.mT @ value)
-        highest[b] = higher
-    out = (attended / total.mT).transpose(1, 2).to(query.dtype)
-    return out, total.log_().add_(highest).squeeze(-2)
+from torch.autograd.function import once_differentiable
 
 
-def attend_backward(
-    query: Tensor,
-    key_value: Tensor,
-    offsets: list[int],
-    key_value_latent: Tensor,
-    d_out: Tensor,
-    lse: Tensor,
-    through_out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of query and key_value_latent, in their dtypes."""
-    scale = query.shape[-1] ** -0.5
-    q, d_out = _by_head(query) * scale, _by_head(d_out)
-    lse, through_out = lse.unsqueeze(-2), through_out.unsqueeze(-2)  # (B, H, 1, Q)
-    d_latent = torch.empty_like(key_value_latent, dtype=_wide_dtype(key_value_latent))
-    d_key_latent, d_value_latent = _keys_and_values(d_latent)
-    key, value = _keys_and_values(key_value_latent)
-    weights, d_scores = _weights_and_gradient(key, value, q, d_out, lse, through_out)
-    d_value_latent[:] = weights @ d_out
-    d_key_latent[:] = d_scores @ q
-    d_query = d_scores.mT @ key  # (B, H, Q, D)
-    for b, rows in _pieces(offsets):
-        key, value = _keys_and_values(key_value[rows])
-        _, d_scores = _weights_and_gradient(key, value, q[b], d_out[b], lse[b], through_out[b])
-        d_query[b] += d_scores.mT @ key
-    return d_query.mul_(scale).transpose(1, 2).to(query.dtype), d_latent.to(key_value_latent.dtype)
+class TorchMemory:
+    """Keys and values of a ragged batch of memories, to be attended to by several layers."""
+
+    def __init__(self, key_value: Tensor, offsets: list[int], num_queries: int) -> None:
+        """key_value (total_tokens, 2, H, D), any strides; sample b owns rows offsets[b]:offsets[b + 1]."""
+        self._packed = _Pack.apply(key_value, offsets, num_queries)  # type: ignore
+        rows = [end - start + num_queries for start, end in pairwise(offsets)]
+        self._samples = _by_sample(self._packed.detach(), rows, key_value)
+
+    def attend(self, query: Tensor, key_value_latent: Tensor) -> Tensor:
+        """query (B, Q, H, D) and key_value_latent (B, Q, 2, H, D) -> attended values, in the query's dtype."""
+        out, self._packed = _Attend.apply(query, key_value_latent, self._packed, self._samples)  # type: ignore
+        return out
 
 
-def memory_gradient(
-    query: Tensor,
-    key_value: Tensor,
-    offsets: list[int],
-    d_out: Tensor,
-    lse: Tensor,
-    through_out: Tensor,
-) -> Tensor:
-    """Gradient of key_value (total_tokens, 2, H, D) from all M queries (B, M, H, D) that attended to it."""
-    q, d_out = _by_head(query) * query.shape[-1] ** -0.5, _by_head(d_out)
-    lse, through_out = lse.unsqueeze(-2), through_out.unsqueeze(-2)
-    gradient = torch.empty_like(key_value, memory_format=torch.contiguous_format)
-    for b, rows in _pieces(offsets):
-        key, value = _keys_and_values(key_value[rows])
-        weights, d_scores = _weights_and_gradient(key, value, q[b], d_out[b], lse[b], through_out[b])
-        d_key, d_value = gradient[rows].transpose(0, 2).unbind(1)  # views (H, L, D)
-        d_value[:] = weights @ d_out[b]
-        d_key[:] = d_scores @ q[b]
-    return gradient
+class _Attend(torch.autograd.Function):
+    """Attention of one layer, and the packed keys themselves, for the next."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, latent: Tensor, packed: Tensor, samples: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        q = _by_head(query) * query.shape[-1] ** -0.5  # (B, H, Q, D)
+        attended, kept = torch.empty_like(q), []
+        with torch.autocast(query.device.type, enabled=False):
+            for b, (key, value) in enumerate(_with_latents(samples, latent)):
+                weights = torch.bmm(q[b], key.mT).softmax(-1)  # (H, Q, rows)
+                torch.bmm(weights, value, out=attended[b])
+                kept.append(weights)
+        out = attended.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(q, latent, out, *kept)
+        ctx.samples, ctx.dtype = samples, query.dtype
+        ctx.set_materialize_grads(False)
+        return out, packed.view_as(packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if d_out is None:
+            return None, None, gradient, None
+        q, latent, out, *kept = ctx.saved_tensors
+        queries = q.shape[-2]
+        rows = [sample.shape[2] for sample in ctx.samples]
+        if gradient is None:
+            gradient = q.new_zeros(sum(sample.numel() for sample in ctx.samples))
+        d_out, d_q, d_latent = _by_head(d_out), torch.empty_like(q), torch.empty_like(latent)
+        through_out = (d_out * _by_head(out)).sum(
+            -1, keepdim=True
+        )  # (B, H, Q, 1), rowsum(P * dP) for every row
+        with torch.autocast(q.device.type, enabled=False):
+            parts = zip(
+                _with_latents(ctx.samples, latent), _by_sample(gradient, rows, latent), kept, strict=True
+            )
+            for b, ((key, value), d_sample, weights) in enumerate(parts):
+                d_scores = torch.bmm(d_out[b], value.mT).sub_(through_out[b]).mul_(weights)
+                torch.bmm(d_scores, key, out=d_q[b])
+                d_key, d_value = d_sample
+                d_key.baddbmm_(d_scores.mT, q[b])
+                d_value.baddbmm_(weights.mT, d_out[b])
+                own = d_sample[:, :, -queries:]  # of this layer's latents; the next layer has others
+                d_latent[b] = own.permute(2, 0, 1, 3)
+                own.zero_()
+        return d_q.mul_(q.shape[-1] ** -0.5).transpose(1, 2).to(ctx.dtype), d_latent, gradient, None
 
 
-def _weights_and_gradient(
-    key: Tensor, value: Tensor, q: Tensor, d_out: Tensor, lse: Tensor, through_out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Probabilities P and the scores' gradient P * (dO V^T - through_out), both key-major (..., H, L, Q)."""
-    weights = (key @ q.mT).sub_(lse).exp_()
-    return weights, (value @ d_out.mT).sub_(through_out).mul_(weights)
+class _Pack(torch.autograd.Function):
+    """(total_tokens, 2, H, D) -> the samples one after the other, each (2, H, L_b + num_queries, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, key_value: Tensor, offsets: list[int], num_queries: int) -> Tensor:  # type: ignore[override]
+        lengths = [end - start for start, end in pairwise(offsets)]
+        ctx.rows, ctx.queries = [length + num_queries for length in lengths], num_queries
+        ctx.save_for_backward(key_value[:0])
+        packed = torch.empty(
+            sum(ctx.rows) * key_value[:1].shape[1:].numel(),
+            dtype=_wide_dtype(key_value),
+            device=key_value.device,
+        )
+        for sample, own in zip(
+            _by_sample(packed, ctx.rows, key_value), key_value.split(lengths), strict=True
+        ):
+            sample[:, :, : len(own)] = own.permute(1, 2, 0, 3)
+        return packed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (like,) = ctx.saved_tensors
+        samples = _by_sample(gradient, ctx.rows, like)
+        own = [sample[:, :, : -ctx.queries].permute(2, 0, 1, 3) for sample in samples]
+        return torch.cat([like, *own]).to(like.dtype), None, None
 
 
-def _keys_and_values(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., rows, 2, H, D) -> keys and values (..., H, rows, D), views unless they have to be widened."""
-    key, value = packed.to(_wide_dtype(packed)).transpose(-4, -2).unbind(-3)
-    return key, value
+def _with_latents(samples: list[Tensor], latent: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values (H, rows, D) of every sample, once a layer's latents (B, Q, 2, H, D) are written behind them."""
+    for sample, own in zip(samples, latent, strict=True):
+        sample[:, :, -len(own) :] = own.permute(1, 2, 0, 3)
+        yield sample[0], sample[1]
+
+
+def _by_sample(packed: Tensor, rows: list[int], like: Tensor) -> list[Tensor]:
+    """Views (2, H, rows, D) of a packed buffer; `like` ends in (2, H, D)."""
+    two, heads, dim = like.shape[-3:]
+    parts = packed.split([count * two * heads * dim for count in rows])
+    return [part.view(two, heads, count, dim) for part, count in zip(parts, rows, strict=True)]
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """(B, rows, H, D) -> (B, H, rows, D), a view unless it has to be widened."""
-    return x.to(_wide_dtype(x)).transpose(-3, -2)
+    """(B, rows, H, D) -> (B, H, rows, D), contiguous and widened."""
+    return x.transpose(1, 2).to(_wide_dtype(x), memory_format=torch.contiguous_format)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _pieces(offsets: list[int]) -> Iterator[tuple[int, slice]]:
-    """Index of a sample and some PIECE of its rows, over all that have any memory."""
-    for b, (start, end) in enumerate(pairwise(offsets)):
-        for first in range(start, end, PIECE):
-            yield b, slice(first, min(first + PIECE, end))

@@ -10,6 +10,8 @@ from lopd_fast import kernel_backend
 from lopd_fast.kernels import perceiver_attention, perceiver_gradient, perceiver_tiles
 from lopd_fast.qformer import QFormer
 from lopd_fast.ragged_attention import RaggedMemory
+from lopd_fast.ragged_kernels import KernelMemory
+from lopd_fast.ragged_torch import TorchMemory
 
 RAGGED = [0, 1, 7, 65, 1033]
 NAMES = ("out", "query", "latent", "memory")
@@ -56,7 +58,7 @@ def attended(given: dict[str, Tensor], lengths: list[int], backend: str = "trito
     leaf = {name: given[name].clone().requires_grad_() for name in ("query", "latent", "memory")}
     uses, _, queries = given["query"].shape[:3]
     memory = RaggedMemory(leaf["memory"], offsets_of(lengths), queries, uses, backend=backend)
-    assert (memory.ops is perceiver_attention) == (backend == "triton")
+    assert isinstance(memory.keys, KernelMemory) == (backend == "triton")
     out = torch.stack([memory.attend(*layer) for layer in zip(leaf["query"], leaf["latent"], strict=True)])
     out.backward(given["upstream"])
     return {"out": out.detach()} | {name: x.grad for name, x in leaf.items() if x.grad is not None}
@@ -198,7 +200,7 @@ def test_the_qformer_is_the_same_on_either_backend() -> None:
 def test_what_the_kernels_do_not_compute_goes_to_torch() -> None:
     for dtype, dim in ((torch.float64, 16), (torch.float32, 288)):
         memory = RaggedMemory(torch.randn(3, 2, 1, dim, dtype=dtype), offsets_of([3]), 2, backend="triton")
-        assert memory.ops is not perceiver_attention
+        assert isinstance(memory.keys, TorchMemory)
     assert not kernel_backend.uses_kernels("auto", torch.device("cpu"))
 
 
