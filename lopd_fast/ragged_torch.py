@@ -49,7 +49,7 @@ class _Attend(torch.autograd.Function):
                 weights = torch.bmm(q[b], key.mT).softmax(-1)  # (H, Q, rows)
                 torch.bmm(weights, value, out=attended[b])
                 kept.append(weights)
-        out = attended.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+        out = attended.transpose(1, 2).to(query.dtype).contiguous()
         ctx.save_for_backward(q, latent, out, *kept)
         ctx.samples, ctx.dtype = samples, query.dtype
         ctx.set_materialize_grads(False)
@@ -63,15 +63,12 @@ class _Attend(torch.autograd.Function):
         q, latent, out, *kept = ctx.saved_tensors
         queries = q.shape[-2]
         rows = [sample.shape[2] for sample in ctx.samples]
-        if gradient is None:
-            gradient = q.new_zeros(sum(sample.numel() for sample in ctx.samples))
+        total = gradient if gradient is not None else q.new_zeros(sum(x.numel() for x in ctx.samples))
         d_out, d_q, d_latent = _by_head(d_out), torch.empty_like(q), torch.empty_like(latent)
-        through_out = (d_out * _by_head(out)).sum(
-            -1, keepdim=True
-        )  # (B, H, Q, 1), rowsum(P * dP) for every row
+        through_out = (d_out * _by_head(out)).sum(-1, keepdim=True)  # (B, H, Q, 1)
         with torch.autocast(q.device.type, enabled=False):
             parts = zip(
-                _with_latents(ctx.samples, latent), _by_sample(gradient, rows, latent), kept, strict=True
+                _with_latents(ctx.samples, latent), _by_sample(total, rows, latent), kept, strict=True
             )
             for b, ((key, value), d_sample, weights) in enumerate(parts):
                 d_scores = torch.bmm(d_out[b], value.mT).sub_(through_out[b]).mul_(weights)
@@ -82,7 +79,7 @@ class _Attend(torch.autograd.Function):
                 own = d_sample[:, :, -queries:]  # of this layer's latents; the next layer has others
                 d_latent[b] = own.permute(2, 0, 1, 3)
                 own.zero_()
-        return d_q.mul_(q.shape[-1] ** -0.5).transpose(1, 2).to(ctx.dtype), d_latent, gradient, None
+        return d_q.mul_(q.shape[-1] ** -0.5).transpose(1, 2).to(ctx.dtype), d_latent, total, None
 
 
 class _Pack(torch.autograd.Function):
@@ -129,7 +126,7 @@ def _by_sample(packed: Tensor, rows: list[int], like: Tensor) -> list[Tensor]:
 
 def _by_head(x: Tensor) -> Tensor:
     """(B, rows, H, D) -> (B, H, rows, D), contiguous and widened."""
-    return x.transpose(1, 2).to(_wide_dtype(x), memory_format=torch.contiguous_format)
+    return x.transpose(1, 2).to(_wide_dtype(x)).contiguous()
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

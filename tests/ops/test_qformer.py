@@ -107,6 +107,18 @@ def test_attention_gradients_by_finite_differences_and_strided_inputs() -> None:
     assert torch.autograd.gradcheck(attend, (memory, latent))
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_use_whose_output_goes_nowhere_adds_nothing(used: int) -> None:
+    torch.manual_seed(0)
+    memory = torch.randn(5, 2, 2, 8, requires_grad=True)
+    query, latent = torch.randn(2, 1, 3, 2, 8), torch.randn(2, 1, 3, 2, 2, 8)
+    shared = RaggedMemory(memory, offsets_of([5]), num_queries=3, uses=2)
+    outputs = [shared.attend(*layer) for layer in zip(query, latent, strict=True)]
+    (found,) = torch.autograd.grad(outputs[used].square().sum(), memory)
+    alone = ragged_cross_attention(query[used], memory, offsets_of([5]), latent[used])
+    torch.testing.assert_close(found, *torch.autograd.grad(alone.square().sum(), memory))
+
+
 def test_peaked_scores_do_not_overflow() -> None:
     torch.manual_seed(0)
     query, latent, memory = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 2, 8), torch.randn(5, 2, 2, 8)
