@@ -101,8 +101,13 @@ class QFormer(nn.Module):
 
         applications = self.depth if self.share_layers else 1
         for attention, feed_forward in self._distinct_layers():
-            key_value = attention.project_memory(memory)
-            shared = RaggedMemory(key_value, cu_seqlens, self.num_queries, applications, backend=self.backend)
+            shared = RaggedMemory(
+                attention.project_memory(memory),
+                cu_seqlens,
+                self.num_queries,
+                applications,
+                backend=self.backend,
+            )
             layer = _AppliedLayer(attention, feed_forward, shared)
             for _ in range(applications):
                 latents = layer(latents)
@@ -187,16 +192,11 @@ class _AppliedLayer:
         self.memory = memory
         self.heads = (attention.heads, attention.dim_head)
         self.norm, self.feed_forward_norm = attention.norm2, feed_forward[0]
-        self.to_q, self.to_kv, self.to_out, self.widen, self.narrow = (
+        self.to_q, self.to_kv, self.to_out, self.widen = (
             SharedWeight(linear.weight)
-            for linear in (
-                attention.to_q,
-                attention.to_kv,
-                attention.to_out,
-                feed_forward[1],
-                feed_forward[3],
-            )
+            for linear in (attention.to_q, attention.to_kv, attention.to_out, feed_forward[1])
         )
+        self.narrow = SharedWeight(feed_forward[3].weight, F.gelu)
 
     def __call__(self, latents: Tensor) -> Tensor:
         """latents (B, num_queries, dim), or (1, ...) if all samples have the same -> (B, ...) after the layer."""
@@ -204,7 +204,7 @@ class _AppliedLayer:
         query = self.to_q(normed).unflatten(-1, self.heads).expand(batch, -1, -1, -1)
         key_value = self.to_kv(normed).unflatten(-1, (2, *self.heads)).expand(batch, -1, -1, -1, -1)
         latents = latents + self.to_out(self.memory.attend(query, key_value).flatten(-2))
-        return latents + self.narrow(F.gelu(self.widen(self.feed_forward_norm(latents))))
+        return latents + self.narrow(self.widen(self.feed_forward_norm(latents)))
 
 
 def _feed_forward(dim: int, mult: int) -> nn.Sequential:

@@ -89,7 +89,7 @@ class _Pack(torch.autograd.Function):
     def forward(ctx: Any, key_value: Tensor, offsets: list[int], num_queries: int) -> Tensor:  # type: ignore[override]
         lengths = [end - start for start, end in pairwise(offsets)]
         ctx.rows, ctx.queries = [length + num_queries for length in lengths], num_queries
-        ctx.save_for_backward(key_value[:0])
+        ctx.like = key_value.new_empty(0, *key_value.shape[1:])  # a view would keep the memory's own alive
         packed = torch.empty(
             sum(ctx.rows) * key_value[:1].shape[1:].numel(),
             dtype=_wide_dtype(key_value),
@@ -104,10 +104,9 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (like,) = ctx.saved_tensors
-        samples = _by_sample(gradient, ctx.rows, like)
+        samples = _by_sample(gradient, ctx.rows, ctx.like)
         own = [sample[:, :, : -ctx.queries].permute(2, 0, 1, 3) for sample in samples]
-        return torch.cat([like, *own]).to(like.dtype), None, None
+        return torch.cat([ctx.like, *own]).to(ctx.like.dtype), None, None
 
 
 def _with_latents(samples: list[Tensor], latent: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
