@@ -31,7 +31,7 @@ from measure import Step, quantiles, relative_error
 from torch import Tensor
 
 from lopd_fast import fused_linear_topk_tail_kl
-from lopd_fast.fused_head import Head
+from lopd_fast.fused_filter import GradFilter
 
 PROMPTS = [
     "Write a short story about a lighthouse keeper who finds a letter.",
@@ -158,11 +158,11 @@ def compare(
 ) -> list[dict[str, Any]]:
     """One row with the filter off, then one per threshold."""
     active: list[float] = []
-    find = Head.active_columns
+    find = GradFilter.active
 
-    def counted(head: Head, *arguments: Any) -> Any:
-        found = find(head, *arguments)
-        active.append(len(found[0]) / len(found[1]))
+    def counted(*arguments: Any) -> Tensor:
+        found = find(*arguments)
+        active.append(float(found.float().mean()))
         return found
 
     def step(cut: float | None) -> Step:
@@ -183,7 +183,7 @@ def compare(
     exact = step(None)()
     results = [dict(grad_filter=None, student_error=0.0, teacher_error=0.0, active=1.0)]
     steps: dict[str, Step] = dict(floor=lambda: dense_products(problem, chunk_size), off=step(None))
-    Head.active_columns = counted  # type: ignore[method-assign]
+    GradFilter.active = staticmethod(counted)  # type: ignore[method-assign]
     try:
         for cut in filters:
             active.clear()
@@ -192,7 +192,7 @@ def compare(
             results.append(dict(grad_filter=cut, active=statistics.mean(active), **errors))
             steps[f"{cut:g}"] = step(cut)
     finally:
-        Head.active_columns = find  # type: ignore[method-assign]
+        GradFilter.active = staticmethod(find)  # type: ignore[method-assign]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeat):
         for name, run in steps.items():

@@ -28,6 +28,8 @@ from kl_problem import CHECKED_ROWS, Exact, Problem, exact_answers, make_problem
 from kl_providers import PROVIDERS, Provider
 from measure import Step, free_bytes, interleaved_ms, peak_extra_bytes, quantiles, relative_error
 
+from lopd_fast.scratch import release_scratch
+
 PRESETS = {  # vocabulary, hidden size
     "qwen3-8b": (151_936, 4096),
     "qwen3-4b": (151_936, 2560),
@@ -162,6 +164,7 @@ def weigh(provider: Provider, problem: Problem, exact: Exact, row: dict[str, Any
         if not finite or max(errors) > provider.tolerance.get(problem.weight.dtype, math.inf):
             row["note"] = WRONG if provider.tolerance else "gives NaN or infinity"
     del result
+    release_scratch()  # what a call before kept is this one's too
     row["peak_extra_mib"] = peak_extra_bytes(step, device) / 2**20
     return step
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 WEIGHT_ROWS = 8192  # rows of a weight that are widened, gathered or differentiated at a time
+ROWS_BYTES = 16 << 20  # of single rows of a weight, gathered at a time
 HALF = (torch.bfloat16, torch.float16)
 HALF_DEVICES = ("cuda",)  # which multiply halves into wide sums
 
@@ -47,14 +48,12 @@ class Head:
         """`dtype` is that of the sums, fp32 or fp64; `wanted` says whether weight and bias get a gradient."""
         self.weight, self.bias, self.operand, self.dtype = weight, bias, operand, dtype
         self.native = weight.device.type in HALF_DEVICES and operand in HALF
+        self.widens = not self.native and not weight.dtype == operand == dtype  # its weight, to multiply
         self.cap = projection.logit_softcap
         self.gain = projection.logit_scale / (temperature if self.cap is None else self.cap)  # on h W^T + b
         self.cap_gain = 1.0 if self.cap is None else self.cap / temperature  # on tanh
         # d (logits / temperature) / d (h W^T + b), but for the slope of the soft-cap
         self.chain = projection.logit_scale / temperature
-        self.typical: tuple[Tensor, Tensor] | None = (
-            None  # of `filtered_hidden_gradient`: shares (V,) and their row (H,)
-        )
         # Sums over chunks stay in fp32 (fp64): in bf16 they would stop growing after some hundred chunks.
         self.weight_grad = weight.new_zeros(weight.shape, dtype=dtype) if wanted[0] else None
         self.bias_grad = weight.new_zeros(weight.shape[0], dtype=dtype) if wanted[1] else None
@@ -63,32 +62,37 @@ class Head:
     def trains(self) -> bool:
         return self.weight_grad is not None or self.bias_grad is not None
 
-    def _operand(self, x: Tensor) -> Tensor:
+    def operand_of(self, x: Tensor) -> Tensor:
+        """x as products take it."""
         x = x.to(self.operand)
         return x if self.native else x.to(self.dtype)
 
-    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The weight as an operand, in one piece if that takes no copy or the device keeps halves."""
+    def blocks(self, columns: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The weight as an operand, `columns` ids at a time.
+
+        None: in one piece if that takes no copy or the device keeps halves.
+        """
         width = self.weight.shape[0]
-        whole = self.native or self.weight.dtype == self.operand == self.dtype
-        step = width if whole else WEIGHT_ROWS
+        step = columns or (WEIGHT_ROWS if self.widens else width)
         for start in range(0, width, step):
             part = slice(start, min(start + step, width))
-            yield part, self._operand(self.weight[part])
+            yield part, self.operand_of(self.weight[part])
 
     def multiply(self, hidden: Tensor, out: Tensor) -> None:
         """Writes h W^T of hidden  # (R, H) to out  # (R, V)."""
-        hidden = self._operand(hidden)
-        for part, weight in self._blocks():
-            if self.native:
-                multiply_halves(hidden, weight.t(), self.dtype, out=out[:, part])
-            else:
-                torch.mm(hidden, weight.t(), out=out[:, part])
+        hidden = self.operand_of(hidden)
+        for part, weight in self.blocks():
+            self._multiply(hidden, weight, out[:, part])
 
-    def to_logits_(self, products: Tensor) -> None:
-        """Turns h W^T  # (R, V) into logits over the temperature."""
+    def project(self, hidden: Tensor, part: slice, weight: Tensor, out: Tensor) -> None:
+        """Writes logits over the temperature to out  # (R, C), from operands hidden  # (R, H) and a block (C, H)."""
+        self._multiply(hidden, weight, out)
+        self.to_logits_(out, part)
+
+    def to_logits_(self, products: Tensor, part: slice = slice(None)) -> None:
+        """Turns h W^T  # (R, V), or its columns `part`, into logits over the temperature."""
         if self.bias is not None:
-            products.add_(self.bias.to(self.dtype))
+            products.add_(self.bias[part].to(self.dtype))
         if self.gain != 1:
             products.mul_(self.gain)
         if self.cap is not None:
@@ -106,7 +110,7 @@ class Head:
             self.bias_grad.add_(grad.sum(0, dtype=self.dtype))
         if self.weight_grad is None:
             return
-        hidden = self._operand(hidden)
+        hidden = self.operand_of(hidden)
         if not self.native:
             self.weight_grad.addmm_(grad.t(), hidden)
             return
@@ -118,78 +122,37 @@ class Head:
     def hidden_gradient(self, grad: Tensor) -> Tensor:
         """grad  # (R, V) with respect to h W^T + b -> (R, H) with respect to h."""
         out = self.weight.new_empty(grad.shape[0], self.weight.shape[1], dtype=self.dtype)
-        for part, weight in self._blocks():
-            self._add_product(out, grad[:, part], weight, beta=0 if part.start == 0 else 1)
+        for part, weight in self.blocks():
+            self.add_product(out, grad[:, part], weight, beta=0 if part.start == 0 else 1)
         return out
 
-    def filtered_hidden_gradient(
-        self, grad: Tensor, sign: Tensor, kept: Tensor, cut: float, scale: Tensor, whole: bool
-    ) -> Tensor:
-        """`hidden_gradient` over the columns that matter; the others enter as their sum times one typical weight row.
+    def weighted_rows(self, columns: Tensor, values: Tensor) -> Tensor:
+        """Sums of rows of the weight: out_n = Σ_m values_nm W[columns_nm]  # (R, m), (R, m) -> (R, H)."""
+        hidden = self.weight.shape[1]
+        step = max(1, ROWS_BYTES // max(1, self.dtype.itemsize * columns.shape[1] * hidden))
+        parts = [
+            torch.bmm(of_rows[:, None], self.operand_of(self.weight[at]).to(self.dtype))[:, 0]
+            for at, of_rows in zip(columns.split(step), values.split(step), strict=True)
+        ]
+        return torch.cat(parts)
 
-        That row weighs the weight rows of the others by what they held in the first chunk: nearly all of it is a small
-        pull of one sign on most of the vocabulary. Exact where more than half of the columns matter.
+    def _multiply(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        if self.native:
+            multiply_halves(hidden, weight.t(), self.dtype, out=out)
+        else:
+            torch.mm(hidden, weight.t(), out=out)
 
-        sign, kept, cut, scale  # as in `active_columns`
-        whole                   # grad is not a shard of the vocabulary
-        """
-        active, shares = self.active_columns(grad, sign, kept, cut, scale)
-        if 2 * len(active) > len(shares):
-            return self.hidden_gradient(grad)
-        if self.typical is None:
-            shares = shares.clamp(1e-3, 1)  # at least that, so that what is left of them does not cancel
-            row = self.weight.new_zeros(1, self.weight.shape[1], dtype=self.dtype)
-            for part, weight in self._blocks():
-                self._add_product(row, shares[None, part], weight)
-            self.typical = shares, row[0]
-        shares, row = self.typical
-        share = shares.sum()
-        out = self.weight.new_zeros(grad.shape[0], self.weight.shape[1], dtype=self.dtype)
-        # A gradient of a softmax sums to 0 over the vocabulary; rounded to halves it does so too roughly.
-        balanced = whole and self.cap is None and not self.native
-        left = grad.new_zeros(len(grad)) if balanced else grad.sum(1, dtype=self.dtype)
-        # Written over by every piece: fresh memory costs a CPU more than the gather itself.
-        step = min(WEIGHT_ROWS, len(active))
-        parts, rows = grad.new_empty(len(grad) * step), self.weight.new_empty(step, self.weight.shape[1])
-        for columns in active.split(step):
-            part = parts[: len(grad) * len(columns)].view(len(grad), -1)
-            torch.index_select(grad, 1, columns, out=part)
-            weight = self._operand(torch.index_select(self.weight, 0, columns, out=rows[: len(columns)]))
-            self._add_product(out, part, weight)
-            left -= part.sum(1, dtype=self.dtype)
-            row = row - self._product(shares[None, columns], weight)[0]
-            share = share - shares[columns].sum()
-        return out.addr_(left, row / share)
-
-    def active_columns(
-        self, grad: Tensor, sign: Tensor, kept: Tensor, cut: float, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The columns that matter, rising, and for every column its share of what makes one matter  # (V,).
-
-        That is the sum of |grad| over the R rows, which is at least the column's 2-norm, over
-
-            sqrt(R) * cut * min(scale  # (), the largest of grad)
-
-        sign  # (R,) of grad outside the kept columns
-        kept  # (R, m) columns of explicit values, the largest among them: they always matter
-        """
-        largest = grad.gather(1, kept).abs().amax().to(self.dtype)
-        limit = (cut * len(grad) ** 0.5 * torch.minimum(scale, largest)).clamp(
-            min=torch.finfo(self.dtype).tiny
-        )
-        shares = self._product(sign[None], grad)[0].abs_() / limit
-        return (shares > 1).index_fill_(0, kept.flatten(), True).nonzero().squeeze(1), shares
-
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b."""
         if self.native:
             return multiply_halves(a.to(self.operand), b.to(self.operand), self.dtype)
         return a @ b
 
-    def _add_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
         """out = beta * out + a @ b."""
         if not self.native:
             torch.addmm(out, a, b, beta=beta, out=out)
         elif beta:
-            out.add_(self._product(a, b))
+            out.add_(self.product(a, b))
         else:
             multiply_halves(a.to(self.operand), b.to(self.operand), self.dtype, out=out)

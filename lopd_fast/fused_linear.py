@@ -3,6 +3,7 @@
 A chunk is projected to logits once, turned in place into its own gradient, and multiplied back at once; no logits
 outlive it. Backward only scales what forward left, so nothing is projected twice. Per chunk of R rows and side: one
 (R, H) x (H, V) product forward, one (R, V) x (V, H) for the hidden gradient, one (V, R) x (R, H) for a head's.
+On a CPU, with frozen heads, a chunk goes by tiles of the vocabulary (`fused_tiles`): the same products.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lopd_fast.fused_filter import Explicit, GradFilter, Piece
 from lopd_fast.fused_head import Head, Projection
-from lopd_fast.loss_backend import rows_of
+from lopd_fast.fused_tiles import tile_columns
+from lopd_fast.loss_backend import chunk_of
 from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import LossOptions, RowOutputs, concatenate, gradient_parts
+from lopd_fast.scratch import is_host, scratch
 
-HOSTS = ("cpu",)  # devices that count as a CPU
-# What a chunk may hold: the logits of both sides and, on a device, their gradients. On a CPU it holds no more than the
+# What a chunk may hold: the logits of its sides and, on a device, their gradients. On a CPU it holds no more than the
 # largest head does, unless that is less than LEAST_CHUNK_BYTES: more would not be faster.
-CHUNK_BYTES, LEAST_CHUNK_BYTES = {"cpu": 300 << 20}, 64 << 20
+CHUNK_BYTES, LEAST_CHUNK_BYTES = {"cpu": 320 << 20}, 64 << 20
 CHUNK_BYTES_DEVICE = 900 << 20
+TILE_ROWS = 1024  # most of a chunk that goes by tiles of the vocabulary: more gain nothing
 DEVICE_ROWS = 128  # a chunk on a device is a multiple of this: whole tiles of its products
 
 
@@ -155,70 +159,93 @@ def _chunk_loop(
     count, heads = len(sides), [side.head for side in sides]
     # The two sides of a tied head that both want a gradient share the products that multiply it back.
     joint = count == 2 and heads[0] is heads[1] and all(side.differentiated for side in sides)
-    logits, gradients = _buffers(heads, rows, options, chunk_size)
-    step = max(1, len(logits) // count)
+    tiled = is_host(rows.weight.device) and not options.triton
+    tiled = tiled and not any(head.trains for head in heads)
+    held = count if not tiled or grad_filter is not None else 0 if served else 1
+    step = _chunk_rows(heads, rows, options, chunk_size, held, tiled)
+    wanted = [tiled and held < count and side.grad is not None for side in sides]
     weights = rows.weight / unit
-    cut = None if grad_filter is None or not rows.count else (grad_filter, weights.abs().amax())
+    filters: list[GradFilter] = []
+    if grad_filter is not None and rows.count:
+        whole, largest = options.shard.group is None, weights.abs().amax()
+        of_heads = {id(head): GradFilter(head, grad_filter, largest, whole) for head in heads}
+        filters = [of_heads[id(head)] for head in heads]
     parts = []
-    for start in range(0, max(rows.count, 1), step):
-        part = slice(start, min(start + step, rows.count))
-        size = part.stop - part.start
-        products, gradient = logits[: count * size].chunk(count), gradients[: count * size]
-        hidden = [rows.pick_part(side.hidden, part) for side in sides]
-        # One product a side, although a tied head could share one: a product's rounding may depend on where in it a
-        # row stands, and equal hidden states are to give equal logits.
-        for head, h, out in zip(heads, hidden, products, strict=True):
-            head.multiply(h, out)
-        chunk = rows_of(options).Chunk(
-            products,
-            heads,
-            None if served is None else (served[0][part], served[1][part]),
-            None if rows.labels is None else rows.labels[part],
-            options,
-        )
-        parts.append(chunk.record.outputs)
-        weight = weights[part]
-        margins = (None, None if rows.privilege_weight is None else -weight * rows.privilege_weight[part])
-        filters = []
-        for i, (side, margin) in enumerate(zip(sides, margins, strict=False)):
-            if side.differentiated:
-                chunk.gradient(i, weight, margin, gradient[i * size : (i + 1) * size])
-            if cut is not None:
-                record, ids, labels = chunk.record.sides[i], chunk.record.outputs.ids, chunk.labels
-                tail, kept, _ = gradient_parts(record, ids, weight, margin, labels, options.shard)
-                filters.append((tail.sign(), kept, *cut, options.shard.group is None))
-        for group in [slice(0, 2)] if joint else [slice(i, i + 1) for i in range(count)]:
-            of_group = gradient[group.start * size : group.stop * size]
-            _multiply_back(sides[group], of_group, hidden[group], rows, part, filters[group])
+    kind, width, columns = _kind(heads, rows, options), options.shard.width, tile_columns(step, heads)
+    of_tile = step if held < count else 0
+    with scratch(rows.weight, (held * step, width), (of_tile, columns)) as (logits, tile):
+        gradients = logits if kind is None else torch.empty_like(logits, dtype=kind)
+        for start in range(0, max(rows.count, 1), step):
+            part = slice(start, min(start + step, rows.count))
+            size = part.stop - part.start
+            hidden = [rows.pick_part(side.hidden, part) for side in sides]
+            chunk = chunk_of(options)(
+                hidden,
+                heads,
+                None if served is None else (served[0][part], served[1][part]),
+                None if rows.labels is None else rows.labels[part],
+                options,
+                [logits[i * size : (i + 1) * size] for i in range(held)],
+                tile,
+                wanted,
+            )
+            parts.append(chunk.record.outputs)
+            weight = weights[part]
+            margins = (None, None if rows.privilege_weight is None else -weight * rows.privilege_weight[part])
+            if tiled:
+                for i, (side, margin) in enumerate(zip(sides, margins, strict=False)):
+                    if side.grad is not None and size:
+                        if filters:
+                            out = chunk.filtered_hidden_gradient(i, weight, margin, filters[i])
+                        else:
+                            out = chunk.hidden_gradient(i, weight, margin)
+                        _put(side, rows, part, out)
+                continue
+            gradient = gradients[: count * size]
+            explicit = []
+            for i, (side, margin) in enumerate(zip(sides, margins, strict=False)):
+                if side.differentiated:
+                    chunk.gradient(i, weight, margin, gradient[i * size : (i + 1) * size])
+                if filters:
+                    record, ids, labels = chunk.record.sides[i], chunk.record.outputs.ids, chunk.labels
+                    explicit.append(gradient_parts(record, ids, weight, margin, labels, options.shard))
+            for group in [slice(0, 2)] if joint else [slice(i, i + 1) for i in range(count)]:
+                of_group = gradient[group.start * size : group.stop * size]
+                back = zip(filters[group], explicit[group], strict=True)
+                _multiply_back(sides[group], of_group, hidden[group], rows, part, list(back))
     return concatenate(parts)
 
 
-def _buffers(
-    heads: list[Head], rows: Rows, options: LossOptions, chunk_size: int | None
-) -> tuple[Tensor, Tensor]:
-    """Logits and gradients of the sides of a chunk, one below the other  # (sides * R, V), R at most `chunk_size`.
+def _kind(heads: list[Head], rows: Rows, options: LossOptions) -> torch.dtype | None:
+    """The dtype of gradients that are kept apart from logits, or None: they go over the logits.
 
-    Kernels write gradients that a device multiplies as halves in that precision; all others go over the logits.
+    Kernels write gradients that a device multiplies as halves in that precision.
     """
-    count, width, device = len(heads), options.shard.width, rows.weight.device
     kinds = {head.operand if options.triton and head.native else rows.weight.dtype for head in heads}
     kind = kinds.pop() if len(kinds) == 1 else rows.weight.dtype
-    apart = kind != rows.weight.dtype
+    return None if kind == rows.weight.dtype else kind
+
+
+def _chunk_rows(
+    heads: list[Head], rows: Rows, options: LossOptions, chunk_size: int | None, held: int, tiled: bool
+) -> int:
+    """Rows of a chunk that holds the logits of `held` sides."""
     if chunk_size is None:
-        itemsize = rows.weight.itemsize + (kind.itemsize if apart else 0)
-        per_row = itemsize * (max(options.shard.widths) * count + 32 * options.k)
-        host, budget = device.type in HOSTS, CHUNK_BYTES_DEVICE
+        kind = _kind(heads, rows, options)
+        itemsize = rows.weight.itemsize + (kind.itemsize if kind else 0)
+        per_row = itemsize * max(options.shard.widths) * held
+        host, budget = is_host(rows.weight.device), CHUNK_BYTES_DEVICE
         if host:
             largest = max(head.weight.numel() for head in heads) * rows.weight.itemsize
             budget = min(CHUNK_BYTES["cpu"], max(largest, LEAST_CHUNK_BYTES))
-        most = max(1, budget // per_row)
+        most = max(1, budget // max(1, per_row))
+        if tiled:
+            most = min(most, TILE_ROWS)
         if not host and most > DEVICE_ROWS:
             chunk_size = most // DEVICE_ROWS * DEVICE_ROWS
         else:
             chunk_size = -(-rows.count // -(-rows.count // most)) if rows.count else 1  # chunks of one size
-    size = count * min(chunk_size, rows.count)
-    logits = rows.weight.new_empty(size, width)
-    return logits, logits.new_empty(size, width, dtype=kind) if apart else logits
+    return max(1, min(chunk_size, rows.count))
 
 
 def _multiply_back(
@@ -227,11 +254,11 @@ def _multiply_back(
     hidden: list[Tensor],
     rows: Rows,
     part: slice,
-    filters: list[tuple[Tensor, Tensor, float, Tensor, bool]],
+    filters: list[tuple[GradFilter, tuple[Tensor, Tensor, Tensor]]],
 ) -> None:
     """From gradient  # (sides * R, V) of one head's logits to the hidden states of its sides and to the head itself.
 
-    filters  # one a side for `Head.filtered_hidden_gradient`, or none
+    filters  # one a side with its `gradient_parts`, or none
     """
     head, count = sides[0].head, part.stop - part.start
     if head.trains:
@@ -239,21 +266,29 @@ def _multiply_back(
     wanted = [i for i, side in enumerate(sides) if side.grad is not None]
     if not (wanted and count):
         return
-    first, last = wanted[0], wanted[-1] + 1
-    gradient = gradient[first * count : last * count]
-    if (
-        filters
-    ):  # one side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size
-        of_sides = zip(gradient.split(count), filters[first:last], strict=True)
-        products = [head.filtered_hidden_gradient(of_side, *which) for of_side, which in of_sides]
+    if not filters:
+        first, last = wanted[0], wanted[-1] + 1
+        products = head.hidden_gradient(gradient[first * count : last * count]).split(count)
+        for side, out in zip(sides[first:last], products, strict=True):
+            _put(side, rows, part, out)
+        return
+    # One side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size.
+    for i in wanted:
+        of_side, (grad_filter, (tail, columns, values)) = gradient[i * count : (i + 1) * count], filters[i]
+        piece = Piece(slice(0, of_side.shape[1]), None, tail.sign())
+        out = grad_filter.hidden_gradient(
+            of_side, [piece], Explicit(columns, values * head.chain, apart=False)
+        )
+        _put(sides[i], rows, part, head.hidden_gradient(of_side) if out is None else out)
+
+
+def _put(side: Side, rows: Rows, part: slice, grad: Tensor) -> None:
+    """Writes a chunk's grad  # (R, H) where its rows stand."""
+    assert side.grad is not None
+    if rows.index is None:
+        side.grad[part] = grad
     else:
-        products = head.hidden_gradient(gradient).split(count)
-    for side, out in zip(sides[first:last], products, strict=True):
-        assert side.grad is not None
-        if rows.index is None:
-            side.grad[part] = out
-        else:
-            side.grad.index_copy_(0, rows.index[part], out.to(side.grad.dtype))
+        side.grad.index_copy_(0, rows.index[part], grad.to(side.grad.dtype))
 
 
 def _unit(weight: Tensor) -> Tensor:

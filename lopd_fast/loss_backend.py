@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lopd_fast import loss_torch
+from lopd_fast import fused_tiles, loss_torch
 from lopd_fast.kernel_backend import uses_kernels
 from lopd_fast.loss_rows import LossOptions
 
@@ -24,9 +24,14 @@ def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, support:
 
 
 def rows_of(options: LossOptions) -> Any:
-    """The module that computes a call: `loss_torch` or `loss_triton`."""
+    """The module that computes a call on two logits tensors: `loss_torch` or `loss_triton`."""
     if options.triton:
         from lopd_fast import loss_triton  # imports triton
 
         return loss_triton
     return loss_torch
+
+
+def chunk_of(options: LossOptions) -> Any:
+    """The class that computes a chunk of the fused loss."""
+    return rows_of(options).Chunk if options.triton else fused_tiles.Chunk

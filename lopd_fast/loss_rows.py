@@ -138,23 +138,18 @@ def tail_exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peak, total
 
 
-def _side_(
-    logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard
-) -> tuple[SideLogprobs, Tensor]:
-    """Statistics of one side, and the shift (R,) of the exponentials that it leaves in `logits`.
+def side_logprobs(
+    support: Tensor, label: Tensor | None, shift: Tensor, total: Tensor, shard: VocabShard
+) -> SideLogprobs:
+    """Log-probs of one side from what this shard has of its logits.
 
-    On return logits  # (R, V) hold e^{z_j - shift} outside the support and 0 on it; a shift of -inf means all 0.
+    support       # (R, k) logits of the support, -inf where they are not here
+    label         # (R,) logits of the labels, likewise
+    shift, total  # (R,) the sum of e^{z - shift} over the tail; a shift of -inf means that all of it is -inf
     """
-    columns, here = shard.columns(ids)
-    picked = [logits.gather(1, columns).masked_fill_(~here, NEG_INF)]  # (R, k)
-    if labels is not None:
-        label_columns, label_here = shard.columns(labels[:, None])
-        picked.append(logits.gather(1, label_columns).masked_fill_(~label_here, NEG_INF))
-    mask_support_(logits, columns, here)
-    shift, total = tail_exponentials_(logits)
-    picked.append(shift[:, None])
+    picked = [support, *([] if label is None else [label[:, None]]), shift[:, None]]
     values = shard.max(torch.cat(picked, dim=1))
-    support, peak = values[:, : ids.shape[1]], values[:, -1]
+    support, peak = values[:, : support.shape[1]], values[:, -1]
     if shard.group is not None:
         total = shard.sum(torch.where(total > 0, total * (shift - peak).exp(), 0.0))
 
@@ -164,13 +159,24 @@ def _side_(
     largest = weights.argmax(-1, keepdim=True)
     log_sum = torch.log1p(weights.scatter_add(1, largest, -torch.ones_like(weights[:, :1])).sum(-1))
     tail = peak + total.log()
-    side = SideLogprobs(
+    return SideLogprobs(
         log_support=(support - top[:, None]) - log_sum[:, None],
         log_tail=((peak - top) + total.log()) - log_sum,
         tail_lse=tail.masked_fill(tail == NEG_INF, 0.0),
-        log_label=None if labels is None else (values[:, -2] - top) - log_sum,
+        log_label=None if label is None else (values[:, -2] - top) - log_sum,
     )
-    return side, shift
+
+
+def _side_(logits: Tensor, ids: Tensor, labels: Tensor | None, shard: VocabShard) -> SideLogprobs:
+    """Log-probs of one side from its logits  # (R, V), which are overwritten."""
+    columns, here = shard.columns(ids)
+    support = logits.gather(1, columns).masked_fill_(~here, NEG_INF)
+    label = None
+    if labels is not None:
+        label_columns, label_here = shard.columns(labels[:, None])
+        label = logits.gather(1, label_columns).masked_fill_(~label_here, NEG_INF)[:, 0]
+    mask_support_(logits, columns, here)
+    return side_logprobs(support, label, *tail_exponentials_(logits), shard)
 
 
 def served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids: int) -> SideLogprobs:
@@ -224,36 +230,36 @@ def _divergence(
     return d.value, record(student, d.student, d.student_rest), record(teacher, d.teacher, d.teacher_rest)
 
 
+def row_record(
+    ids: Tensor, student: SideLogprobs, teacher: SideLogprobs, served: bool, options: LossOptions
+) -> RowRecord:
+    """The record of a chunk from the log-probs of its sides."""
+    kl, s_record, t_record = _divergence(student, teacher, options)
+    outputs = RowOutputs.of(kl, ids, student, teacher, _mass(student), _mass(teacher))
+    return RowRecord(outputs, (s_record,) if served else (s_record, t_record))
+
+
 def rows_forward_(
     student: Tensor,
     teacher: Tensor | None,
     served: tuple[Tensor, Tensor] | None,
     labels: Tensor | None,
     options: LossOptions,
-) -> tuple[RowRecord, Tensor, Tensor | None]:
-    """The record of a chunk, and each side's shift (for `finish_gradient_`).
+) -> RowRecord:
+    """The record of a chunk.
 
-    student, teacher  # (R, V) fp32 or fp64 logits over the temperature, owned by the caller and overwritten: on
-                        return they hold e^{z_j - shift} outside the support, 0 on it
+    student, teacher  # (R, V) fp32 or fp64 logits over the temperature, owned by the caller and overwritten
     served            # ids (R, k'), logprobs (R, k') in place of teacher
     labels            # (R,) global ids
     """
     shard = options.shard
     if served is not None:
-        ids = served[0]
+        ids, t_side = served[0], served_side(*served, labels, shard.total)
     else:
         assert teacher is not None
         ids = shard.topk_ids(teacher if options.support == "teacher" else student, options.k)
-    s_side, s_shift = _side_(student, ids, labels, shard)
-    if served is not None:
-        t_side, t_shift = served_side(*served, labels, shard.total), None
-    else:
-        assert teacher is not None
-        t_side, t_shift = _side_(teacher, ids, labels, shard)
-    kl, s_record, t_record = _divergence(s_side, t_side, options)
-    outputs = RowOutputs.of(kl, ids, s_side, t_side, _mass(s_side), _mass(t_side))
-    sides = (s_record, t_record) if served is None else (s_record,)
-    return RowRecord(outputs, sides), s_shift, t_shift
+        t_side = _side_(teacher, ids, labels, shard)
+    return row_record(ids, _side_(student, ids, labels, shard), t_side, served is not None, options)
 
 
 def tail_softmax_(logits: Tensor, side: SideRecord, ids: Tensor, shard: VocabShard) -> Tensor:
@@ -284,15 +290,7 @@ def gradient_parts(
     return tail, columns, values.masked_fill(~here, 0.0)
 
 
-def finish_gradient_(
-    exponentials: Tensor, shift: Tensor | None, side: SideRecord, parts: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
-    """Turns the tail's exponentials into the gradient that `gradient_parts` describes, in place.
-
-    exponentials  # (R, V), e^{z_j - shift}, 0 on the support
-    shift         # (R,) None: it is the tail's lse
-    """
+def finish_gradient_(tail_softmax: Tensor, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Turns the tail's softmax  # (R, V), 0 on the support, into the gradient that `parts` describes, in place."""
     tail, columns, values = parts
-    if shift is not None:
-        tail = tail * (shift - side.tail_lse).exp()
-    return exponentials.mul_(tail[:, None]).scatter_add_(1, columns, values)
+    return tail_softmax.mul_(tail[:, None]).scatter_add_(1, columns, values)

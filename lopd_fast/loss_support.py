@@ -32,27 +32,35 @@ def _first_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.gather(1, positions), positions
 
 
-def exact_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def block_maxima(logits: Tensor) -> Tensor:
+    """The largest of every 64 columns of a row, and of the rest at its end  # (R, V) -> (R, ceil(V / 64))."""
+    whole = logits.shape[1] // BLOCK * BLOCK
+    maxima = logits[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)
+    if whole < logits.shape[1]:
+        maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
+    return maxima
+
+
+def exact_topk(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest logits per row and their ids, by falling logit, ties to the lowest id.
 
     logits  # (R, V), any strides, k <= V
+    maxima  # their `block_maxima`, if they are at hand
     Only the k blocks with the largest maxima can hold a top-k element: an element of any other block is preceded by
     the maximum of each of those k. So one pass over V for the maxima, then k * 64 candidates per row.
     """
     step = max(1, SEARCH_BYTES // (KEY_BYTES * min(logits.shape[1], k * BLOCK)))
-    found = [_exact_topk(part, k) for part in logits.split(step)]
+    known = [None] * -(-len(logits) // step) if maxima is None else maxima.split(step)
+    found = [_exact_topk(*part, k) for part in zip(logits.split(step), known or [None], strict=True)]
     values, ids = zip(*found, strict=True)
     return torch.cat(values), torch.cat(ids)
 
 
-def _exact_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    rows, width = logits.shape
-    blocks = width // BLOCK  # whole ones; the rest of the columns form one more
-    if blocks <= k:
+def _exact_topk(logits: Tensor, maxima: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    width = logits.shape[1]
+    if width // BLOCK <= k:
         return _first_k(logits, k)
-    maxima = logits[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).amax(-1)
-    if blocks * BLOCK < width:
-        maxima = torch.cat([maxima, logits[:, blocks * BLOCK :].amax(-1, keepdim=True)], dim=1)
+    maxima = block_maxima(logits) if maxima is None else maxima
     chosen = _first_k(maxima, k)[1].sort(-1).values  # rising, so that positions order candidates by id
     ids = chosen[:, :, None] * BLOCK + torch.arange(BLOCK, device=logits.device)  # (R, k, 64)
     ids = ids.flatten(1)
@@ -106,9 +114,9 @@ class VocabShard:
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
         return x
 
-    def topk_ids(self, logits: Tensor, k: int) -> Tensor:
+    def topk_ids(self, logits: Tensor, k: int, maxima: Tensor | None = None) -> Tensor:
         """Global ids (R, k) of the k largest logits of the whole vocabulary, ties to the lowest id."""
-        values, ids = exact_topk(logits, min(k, self.width))
+        values, ids = exact_topk(logits, min(k, self.width), maxima)
         if self.group is None:
             return ids
         import torch.distributed as dist

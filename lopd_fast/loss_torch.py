@@ -1,7 +1,4 @@
-"""The loss in plain torch: two logits tensors a few rows at a time, and a chunk of the fused loss.
-
-`loss_triton` offers the same three names on the kernels.
-"""
+"""The loss from two logits tensors in plain torch, a few rows at a time; `loss_triton` is the same on the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lopd_fast.fused_head import Head
 from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import (
     LossOptions,
@@ -39,7 +35,7 @@ def logits_record(
     read_teacher = None if teacher is None else _LogitsReader(teacher, rows, options.temperature)
     parts = []
     for part in _chunks(rows, student.shape[-1]):
-        record, _, _ = rows_forward_(
+        record = rows_forward_(
             read(part),
             None if read_teacher is None else read_teacher(part),
             None if served is None else (served[0][part], served[1][part]),
@@ -79,48 +75,12 @@ def logits_gradient(
             None if rows.labels is None else rows.labels[part],
             options.shard,
         )
-        exponentials = tail_softmax_(read(part), record, ids[part], options.shard)
-        chunk = finish_gradient_(exponentials, None, record, parts)
+        chunk = finish_gradient_(tail_softmax_(read(part), record, ids[part], options.shard), parts)
         if rows.index is None:
             out[part] = chunk
         else:
             out.index_copy_(0, rows.index[part], chunk.to(out.dtype))
     return out.view(logits.shape)
-
-
-class Chunk:
-    """Some rows of the fused loss, from products h W^T to their record and their gradient, in place."""
-
-    def __init__(
-        self,
-        products: list[Tensor],
-        heads: list[Head],
-        served: tuple[Tensor, Tensor] | None,
-        labels: Tensor | None,
-        options: LossOptions,
-    ) -> None:
-        """products  # (R, V) of the student and, unless it is served, the teacher; overwritten"""
-        for product, head in zip(products, heads, strict=True):
-            head.to_logits_(product)
-        self.products, self.heads, self.labels, self.options = products, heads, labels, options
-        self.slopes = [head.slope(x) for head, x in zip(heads, products, strict=True)]
-        teacher = products[1] if len(products) == 2 else None
-        self.record, *self.shifts = rows_forward_(products[0], teacher, served, labels, options)
-
-    def gradient(self, i: int, kl_weight: Tensor, privilege_weight: Tensor | None, out: Tensor) -> None:
-        """Leaves kl_weight * d kl / d (h W^T + b) + privilege_weight * d privilege / d (h W^T + b) of side i in out.
-
-        out  # (R, V), the products themselves
-        """
-        product, side, chain = self.products[i], self.record.sides[i], self.heads[i].chain
-        assert out.data_ptr() == product.data_ptr()
-        margin = None if privilege_weight is None else chain * privilege_weight
-        ids, shard = self.record.outputs.ids, self.options.shard
-        parts = gradient_parts(side, ids, chain * kl_weight, margin, self.labels, shard)
-        finish_gradient_(product, self.shifts[i], side, parts)
-        slope = self.slopes[i]
-        if slope is not None:
-            product.mul_(slope)
 
 
 class _LogitsReader:

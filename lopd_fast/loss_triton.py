@@ -1,4 +1,4 @@
-"""The loss on Triton kernels: what `loss_torch` does, under the same three names."""
+"""The loss on Triton kernels: what `loss_torch` and `fused_tiles` do, under the same names."""
 
 from __future__ import annotations
 
@@ -66,32 +66,45 @@ def logits_gradient(
 
 
 class Chunk:
-    """Some rows of the fused loss, from products h W^T to their record and their gradient.
+    """Some rows of the fused loss, from hidden states to their record and the gradient of their logits.
 
     Bias, scale, soft-cap and temperature are applied by the kernels as they read.
     """
 
     def __init__(
         self,
-        products: list[Tensor],
+        hidden: list[Tensor],
         heads: list[Head],
         served: tuple[Tensor, Tensor] | None,
         labels: Tensor | None,
         options: LossOptions,
+        logits: list[Tensor],
+        tile: Tensor,
+        wanted: list[bool],
     ) -> None:
-        """products  # (R, V) of the student and, unless it is served, the teacher"""
+        """
+        hidden  # (R, H) of the student and, unless it is served, the teacher
+        logits  # (R, V) a side, to project to
+        tile    # not used: the kernels need none
+        wanted  # whether `hidden_gradient` of a side is to be had: of none here
+        """
+        assert not any(wanted)
+        # One product a side, although a tied head could share one: a product's rounding may depend on where in it a
+        # row stands, and equal hidden states are to give equal logits.
+        for head, x, out in zip(heads, hidden, logits, strict=True):
+            head.multiply(x, out)
         self.labels = labels
         self.logits = [
             Logits(x, bias=head.bias, gain=head.gain, cap_gain=None if head.cap is None else head.cap_gain)
-            for x, head in zip(products, heads, strict=True)
+            for x, head in zip(logits, heads, strict=True)
         ]
-        teacher = self.logits[1] if len(products) == 2 else None
+        teacher = self.logits[1] if len(logits) == 2 else None
         self.record = _record(self.logits[0], teacher, served, labels, options)
 
     def gradient(self, i: int, kl_weight: Tensor, privilege_weight: Tensor | None, out: Tensor) -> None:
         """Writes kl_weight * d kl / d (h W^T + b) + privilege_weight * d privilege / d (h W^T + b) of side i to out.
 
-        out  # (R, V) of any float dtype; may be the products themselves
+        out  # (R, V) of any float dtype; may be the logits themselves
         """
         side, ids = self.record.sides[i], self.record.outputs.ids
         logits_grad(self.logits[i], out, None, ids, _fields(side), kl_weight, privilege_weight, self.labels)

@@ -18,6 +18,7 @@ from lopd_fast.plan.ledger import Ledger
 from lopd_fast.plan.load import Load, load_of
 from lopd_fast.plan.make import advice, make_plan, refuse_too_large
 from lopd_fast.plan.probe import META, Probe
+from lopd_fast.scratch import release_scratch
 
 LOAD = Load(
     tokens=60,
@@ -108,6 +109,7 @@ def test_a_real_step_holds_what_was_planned(words: list[str]) -> None:
     for name, peak in peaks.items():
         assert peak == pytest.approx(counted[name].peak, rel=0.02), name
     real.step(load)  # what is made once is made
+    release_scratch()
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         real.step(load)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from lopd_fast import activation_offload, fused_head, fused_linear
+from lopd_fast import activation_offload, fused_head, scratch
 from lopd_fast.backbone import Backbone
 from lopd_fast.bank import Experience
 from lopd_fast.batch import Rollout
@@ -77,6 +77,7 @@ class Probe:
         """Phases of an update on one micro-batch, by the names that the trainer gives them."""
         rollouts = _rollouts(load)
         self.ledger.phases.clear()
+        scratch.release_scratch()  # of another load
         with self._tracking():
             if load.micro_batches > 1:  # those before this one left theirs
                 self._fill_gradients((*self.trainer.theta, *self.trainer.phi))
@@ -135,13 +136,13 @@ class Probe:
                 if self.cuda:
                     stack.enter_context(_replaced(fused_head, HALF_DEVICES=("meta",)))
                 else:
-                    stack.enter_context(_replaced(fused_linear, HOSTS=("meta",)))
+                    stack.enter_context(_replaced(scratch, HOSTS=("meta",)))
             stack.enter_context(self.ledger)
             yield
 
     def _part(self, tensor: Tensor) -> str:
         logits = tensor.dim() == 2 and tensor.shape[1] == self.vocabulary
-        return "logits chunks" if logits else "activations"
+        return "logits chunks" if logits or tensor.dtype == torch.uint8 else "activations"  # scratch is bytes
 
     def _name_weights(self, policy: PreTrainedModel) -> None:
         named = list(self.parts.backbone.model.named_parameters())

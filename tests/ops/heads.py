@@ -59,8 +59,9 @@ def oracle_gradients(
     return want, {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def leaves_of(x: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: value.detach().clone().requires_grad_() for name, value in x.items()}
+def leaves_of(x: dict[str, Tensor], frozen_heads: bool = False) -> dict[str, Any]:
+    learn = {name: "hidden" in name or not frozen_heads for name in x}
+    return {name: value.detach().clone().requires_grad_(learn[name]) for name, value in x.items()}
 
 
 def row_options(masked: bool = True) -> dict[str, Any]:

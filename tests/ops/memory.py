@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lopd_fast.scratch import release_scratch
+
 
 class LargestTensor(TorchDispatchMode):
     """While active, `bytes` is the size of the largest storage that an operation returned and did not get.
@@ -19,6 +21,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __init__(self, ignore: tuple[int, int, torch.dtype] | None = None) -> None:
         super().__init__()
+        release_scratch()  # what an earlier call left would not be seen
         self.bytes = 0
         self.ignore = ignore
         self.ignored: set[tuple[Any, ...]] = set()

@@ -28,7 +28,7 @@ def test_whoever_wants_a_gradient_gets_it(wants: tuple[bool, ...]) -> None:
         out.loss.backward()
     for (name, leaf), want in zip(leaves.items(), wants, strict=True):
         assert (leaf.grad is not None) == want, name
-        assert leaf.grad is None or torch.equal(leaf.grad, full[name].grad), name
+        assert leaf.grad is None or relative_error(leaf.grad, full[name].grad) < 1e-6, name
 
 
 @pytest.mark.parametrize("wants", list(product([False, True], repeat=3)))
@@ -99,9 +99,9 @@ def test_rows_that_do_not_count_are_not_projected(monkeypatch: pytest.MonkeyPatc
     x["teacher_hidden"][::2] = float("inf")
     dirty = leaves_of(x)
     seen = []
-    multiply = Head.multiply
+    project = Head.project
     monkeypatch.setattr(
-        Head, "multiply", lambda self, hidden, out: (seen.append(len(hidden)), multiply(self, hidden, out))
+        Head, "project", lambda self, hidden, *rest: (seen.append(len(hidden)), project(self, hidden, *rest))
     )
     out = fused_linear_topk_tail_kl(**dirty, labels=labels, k=3)
     out.loss.backward()

@@ -1,5 +1,6 @@
 """grad_filter: the columns of the vocabulary that a hidden gradient may leave to their mean."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from ops.oracle import relative_error
 from torch import Tensor
 
 from lopd_fast import fused_linear_topk_tail_kl
-from lopd_fast.fused_head import Head
+from lopd_fast.fused_filter import Explicit, GradFilter, Piece
 
 ROWS, WIDTH, HIDDEN = 64, 6000, 64
 
@@ -27,8 +28,11 @@ def peaked_problem(seed: int = 0) -> dict[str, Tensor]:
     return dict(student_hidden=student, student_weight=weight, teacher_hidden=teacher)
 
 
-def run(x: dict[str, Tensor], **options: Any) -> tuple[Tensor, dict[str, Any]]:
-    leaves: Any = {name: value.clone().requires_grad_() for name, value in x.items()}
+def run(x: dict[str, Tensor], frozen: bool = False, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+    leaves: Any = {
+        name: value.clone().requires_grad_(not (frozen and name.endswith("weight")))
+        for name, value in x.items()
+    }
     generator = torch.Generator().manual_seed(7)
     rows: Any = dict(
         labels=torch.randint(0, 200, (ROWS,), generator=generator),
@@ -48,49 +52,72 @@ def test_none_is_the_exact_gradient() -> None:
     assert all(torch.equal(grads[name], same[name]) for name in grads)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("softcap", [None, 120.0])
 def test_most_columns_can_go(
-    chunk: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, chunk: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over half of the columns are left out, and hidden gradients move by about what rounding to bf16 costs."""
+    monkeypatch.setattr("lopd_fast.fused_tiles.TILE_BYTES", 1)  # several tiles
     kept = []
 
-    def counted(head: Head, grad: Tensor, *which: Any) -> Tensor:
-        kept.append(len(active_columns(grad, *which)))
-        assert torch.equal(head.active_columns(grad, *which[:4])[0], active_columns(grad, *which))
-        return filtered(head, grad, *which)
+    def counted(
+        this: GradFilter, values: Tensor, pieces: Sequence[Piece], explicit: Explicit
+    ) -> Tensor | None:
+        assert len(pieces) == (-(-WIDTH // 512) if frozen else 1)
+        active = active_columns(this, values, pieces, explicit)
+        kept.append(int(active.sum()))
+        assert torch.equal(this.active(this.shares(values, pieces, explicit), explicit), active)
+        return filtered(this, values, pieces, explicit)
 
-    filtered = Head.filtered_hidden_gradient
+    filtered = GradFilter.hidden_gradient
     x = peaked_problem()
-    loss, exact = run(x, chunk_size=chunk, logit_softcap=softcap)
-    monkeypatch.setattr(Head, "filtered_hidden_gradient", counted)
-    filtered_loss, grads = run(x, chunk_size=chunk, logit_softcap=softcap, grad_filter=1e-5)
-    assert max(kept) < WIDTH / 2
+    loss, exact = run(x, frozen, chunk_size=chunk, logit_softcap=softcap)
+    monkeypatch.setattr(GradFilter, "hidden_gradient", counted)
+    filtered_loss, grads = run(x, frozen, chunk_size=chunk, logit_softcap=softcap, grad_filter=1e-5)
+    assert 0 < max(kept) < WIDTH / 2
     assert torch.equal(loss, filtered_loss), "the filter is about gradients"
     for name in ("student_hidden", "teacher_hidden"):
         assert relative_error(grads[name], exact[name]) < 8e-3, name
-    assert torch.equal(grads["student_weight"], exact["student_weight"]), "a head's own gradient stays exact"
+    if not frozen:
+        assert torch.equal(grads["student_weight"], exact["student_weight"]), "a head's gradient stays exact"
     # Leaving the columns out without their mean is worse: the correction does its work.
-    monkeypatch.setattr(Head, "filtered_hidden_gradient", without_the_mean)
-    _, plain = run(x, chunk_size=chunk, logit_softcap=softcap, grad_filter=1e-5)
+    monkeypatch.setattr(GradFilter, "hidden_gradient", without_the_mean)
+    _, plain = run(x, frozen, chunk_size=chunk, logit_softcap=softcap, grad_filter=1e-5)
     for name in ("student_hidden", "teacher_hidden"):
         assert relative_error(grads[name], exact[name]) < 0.6 * relative_error(plain[name], exact[name]), name
 
 
-def active_columns(grad: Tensor, sign: Tensor, kept: Tensor, cut: float, scale: Tensor, *_: Any) -> Tensor:
+def dense(values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor:
+    """The gradient of the logits that the filter is handed."""
+    grad = values.clone()
+    for piece in pieces:
+        if piece.factor is not None:
+            grad[:, piece.columns] *= piece.factor[:, None]
+    return grad.scatter_add(1, explicit.columns, explicit.values) if explicit.apart else grad
+
+
+def active_columns(this: GradFilter, values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor:
     """Those that hold an explicit value, or whose |gradients| sum to more than the threshold."""
-    limit = cut * min(scale.item(), grad.abs().max().item()) * len(grad) ** 0.5
-    active = (grad.abs().sum(0) > limit).index_fill(0, kept.flatten(), True)
-    assert torch.equal(grad.sign()[:, ~active].abs(), (grad.sign() * sign[:, None])[:, ~active]), (
-        "one sign a row"
-    )
-    return active.nonzero().squeeze(1)
+    grad = dense(values, pieces, explicit)
+    limit = this.cut * min(this.scale.item(), explicit.values.abs().max().item()) * len(grad) ** 0.5
+    return (grad.abs().sum(0) > limit).index_fill(0, explicit.columns.flatten(), True)
 
 
-def without_the_mean(head: Head, grad: Tensor, *which: Any) -> Tensor:
-    active = active_columns(grad, *which)
-    return grad[:, active] @ head.weight[active]
+def without_the_mean(this: GradFilter, values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor:
+    active = active_columns(this, values, pieces, explicit)
+    return dense(values, pieces, explicit)[:, active] @ this.head.weight[active]
+
+
+def test_too_many_columns_are_the_exact_product() -> None:
+    """A threshold of almost 0 keeps all, by tiles (a frozen head) as over the whole vocabulary (one that learns)."""
+    x = peaked_problem()
+    for frozen in (False, True):
+        _, exact = run(x, frozen)
+        _, grads = run(x, frozen, grad_filter=1e-30)
+        for name in ("student_hidden", "teacher_hidden"):
+            assert relative_error(grads[name], exact[name]) < 1e-6, (frozen, name)
 
 
 def test_a_student_close_to_its_teacher_keeps_its_gradient() -> None:
