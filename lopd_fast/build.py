@@ -14,6 +14,7 @@ from lopd_fast.composer import Composer
 from lopd_fast.config import Config, EnvironmentConfig, RetrievalConfig
 from lopd_fast.envs.base import Environment
 from lopd_fast.errors import UserError
+from lopd_fast.optimizers import check_installed
 from lopd_fast.render import Renderer
 from lopd_fast.retriever import SentenceEncoder
 from lopd_fast.rollout.hf import HFRollout
@@ -44,6 +45,8 @@ def build(config: Config) -> Parts:
         UserError: what is missing or does not fit, in one sentence.
     """
     check_trackers(config.train.trackers)
+    for optim in (config.optim, config.cold_start.optim):
+        check_installed(optim)
     environment = build_environment(config.environment)
     tokenizer = load_tokenizer(config.model)
     renderer = Renderer(tokenizer, config.model.template_options)

@@ -113,6 +113,7 @@ class RolloutConfig:
 class OptimConfig:
     """AdamW, as the paper sets it. Learning rates may differ between theta, encoder LoRA and QFormer."""
 
+    kind: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"  # the others by bitsandbytes
     lr: float = Field(default=1e-5, gt=0)
     encoder_lr: float | None = Field(default=None, gt=0)  # None: lr
     qformer_lr: float | None = Field(default=None, gt=0)  # None: lr

@@ -121,6 +121,18 @@ def test_a_real_step_holds_what_was_planned(words: list[str]) -> None:
     assert before + grown == pytest.approx(max(peaks[name] for name in names[3:]), rel=0.15)
 
 
+@pytest.mark.parametrize("kind", ["adamw8bit", "paged_adamw8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_the_state_of_8_bit_adamw_is_counted(kind: str) -> None:
+    def state(kind: str, device: torch.device) -> int:
+        config = tiny.config("student.mode=full", f"optim.kind={kind}")
+        probe = Probe(config, model(), torch.float32, no_time, cuda=False, device=device)
+        return probe.ledger.live["optimiser"]
+
+    cpu = torch.device("cpu")
+    assert state(kind, META) == state(kind, cpu) < 0.9 * state("adamw", cpu)
+
+
 def test_a_half_precision_step_holds_what_was_planned_without_autocast() -> None:
     """The meta device knows no autocast: mixed products there give the input's dtype, as autocast does on a device."""
     config = tiny.config("model.gradient_checkpointing=true", "rollout.merge_lora=false")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -47,6 +48,8 @@ class Probe:
         device: torch.device = META,
     ) -> None:
         """`cuda`: on the meta device, take the ways that the code takes on CUDA; otherwise those of a CPU."""
+        if config.optim.kind == "paged_adamw8bit":  # as if no page had left the device yet
+            config = replace(config, optim=replace(config.optim, kind="adamw8bit"))
         self.config, self.cuda, self.device = config, cuda, device
         self.vocabulary = model.get_text_config().vocab_size
         self.ledger = Ledger(device, PARTS, speed)
