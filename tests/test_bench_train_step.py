@@ -8,29 +8,19 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench" / "train_step.py"
-SMALL = "--experiences 2 --response 6 --trace 5 --queries 2 --depth 2 --repeats 1 --vocab 49152"
+SMALL = "--checkpointing both --rollouts 2 --experiences 2 --response 6 --trace 5 --queries 2 --depth 2 --repeats 1 --vocab 49152"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "tolerance"),
-    [
-        ("--checkpointing both --rollouts 2", 1e-3),
-        (
-            "--model qwen3-4b --layers 1 --dtype bfloat16 --rollouts 1",
-            0.1,
-        ),  # the shapes and dtype of a GPU run
-    ],
-)
-def test_both_sides_take_the_same_step(words: str, tolerance: float, tmp_path: Path):
+def test_both_sides_take_the_same_step(tmp_path: Path):
     report, picture = tmp_path / "step.json", tmp_path / "step.png"
-    command = [sys.executable, str(BENCH), *SMALL.split(), *words.split(), "--json", str(report)]
+    command = [sys.executable, str(BENCH), *SMALL.split(), "--json", str(report)]
     done = subprocess.run([*command, "--plot", str(picture)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(report.read_text())["results"]
-    assert [row["setting"]["checkpointing"] for row in results] == [False, True][: len(results)]
+    assert [row["setting"]["checkpointing"] for row in results] == [False, True]
     for row in results:
-        assert row["gradient_error"] < tolerance
+        assert row["gradient_error"] < 1e-3
         for side in ("lopd_fast", "three phases"):
             assert row[side]["seconds"] > 0 and row[side]["peak_mib"] > 50
         assert row["three phases"]["seconds"] > row["three phases"]["disk"] > 0
