@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench" / "train_step.py"
-SMALL = "--checkpointing both --rollouts 2 --experiences 2 --response 6 --trace 5 --queries 2 --depth 2 --repeats 1 --vocab 49152"
+SMALL = "--checkpointing both --rollouts 2 --experiences 2 --response 6 --trace 5"
+SMALL += " --queries 2 --depth 2 --repeats 1 --vocab 49152"
 
 
 @pytest.mark.slow
