@@ -18,6 +18,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,6 +29,7 @@ from lopd_fast.liger import use_liger, uses_liger
 from lopd_fast.packed_forward import packed_hidden, packing_of
 from lopd_fast.prefix_tree import Packed
 
+ADAPTER_FILE = "adapter_model.safetensors"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -243,14 +245,21 @@ class Backbone(nn.Module):
         """H."""
         return embedding_table(self.model).shape[1]
 
-    def merged_state(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight) of the plain model with adapter `name` added into its projections, one at a time."""
+    def save_adapter(self, name: str, folder: Path) -> None:
+        """Write adapter `name` as peft's own folder of a causal language model's adapter."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {f"base_model.model.{key}": value for key, value in self.adapter_state(name).items()}
+        save_file({key: value.cpu().contiguous() for key, value in state.items()}, folder / ADAPTER_FILE)
+        self.model.peft_config[name].save_pretrained(str(folder))  # pyright: ignore
+
+    def merged_state(self, name: str | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, weight) of the plain model, with adapter `name` added into its projections, one at a time."""
         lora = {path: module for path, module in self.model.named_modules() if isinstance(module, LoraLayer)}
         for key, value in self.model.state_dict().items():
             if "lora_" in key:
                 continue
             path, _, leaf = key.rpartition(".base_layer.")
-            if path in lora and leaf == "weight":
+            if path in lora and leaf == "weight" and name is not None:
                 delta = lora[path].get_delta_weight(name)  # pyright: ignore[reportAttributeAccessIssue]
                 yield f"{path}.weight", (value.float() + delta.float()).to(value.dtype)
             elif path in lora:

@@ -17,7 +17,9 @@ from lopd_fast.errors import UserError
 from lopd_fast.optimizers import check_installed
 from lopd_fast.render import Renderer
 from lopd_fast.retriever import SentenceEncoder
+from lopd_fast.rollout.episodes import Episodes
 from lopd_fast.rollout.hf import HFRollout
+from lopd_fast.rollout.vllm import VLLMRollout, check_vllm
 from lopd_fast.student import Student
 from lopd_fast.trackers import check_trackers
 
@@ -34,7 +36,7 @@ class Parts:
     student: Student
     composer: Composer
     bank: ExperienceBank
-    engine: HFRollout
+    engine: Episodes
     environment: Environment
 
 
@@ -47,6 +49,8 @@ def build(config: Config) -> Parts:
     check_trackers(config.train.trackers)
     for optim in (config.optim, config.cold_start.optim):
         check_installed(optim)
+    if config.rollout.engine == "vllm":
+        check_vllm(config)
     environment = build_environment(config.environment)
     tokenizer = load_tokenizer(config.model)
     renderer = Renderer(tokenizer, config.model.template_options)
@@ -66,6 +70,8 @@ def build(config: Config) -> Parts:
     except ValueError as error:
         raise UserError(f"The composer cannot be built: {error}") from None
     engine = HFRollout(renderer, config.rollout)
+    if config.rollout.engine == "vllm":
+        engine = VLLMRollout(renderer, config, backbone)
     return Parts(config, backbone, renderer, student, composer, bank, engine, environment)
 
 

@@ -100,6 +100,10 @@ class EnvironmentConfig:
 class RolloutConfig:
     """The behaviour policy: sampling as in the paper."""
 
+    engine: Literal["hf", "vllm"] = "hf"
+    vllm_memory: float = Field(
+        default=0.4, gt=0, lt=1
+    )  # share of the GPU's memory that vLLM takes while it samples
     temperature: float = Field(default=0.7, gt=0)
     top_p: float = Field(default=0.95, gt=0, le=1)
     top_k: int = Field(default=20, ge=0)

@@ -12,7 +12,7 @@ from lopd_fast.envs.base import Environment, Task
 from lopd_fast.losses import fused_linear_topk_tail_kl
 from lopd_fast.pack import pack_step
 from lopd_fast.render import Renderer
-from lopd_fast.rollout.hf import HFRollout, Progress
+from lopd_fast.rollout.episodes import Episodes, Progress
 from lopd_fast.rollout.sampling import Sampling
 from lopd_fast.teacher import teacher_hidden
 
@@ -27,7 +27,7 @@ def pass_rate(rollouts: Sequence[Rollout], group: str | None = None) -> float:
 def teacher_rollouts(
     backbone: Backbone,
     composer: Composer,
-    engine: HFRollout,
+    engine: Episodes,
     environment: Environment,
     tasks: Sequence[Task],
     experiences: Sequence[Sequence[Experience]],

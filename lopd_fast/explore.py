@@ -8,14 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel
-
 from lopd_fast.bank import Experience, ExperienceBank, linearise
 from lopd_fast.batch import Rollout
 from lopd_fast.config import RetrievalConfig
 from lopd_fast.envs.base import Environment, Episode, Message, StepResult, Task
 from lopd_fast.retrieval import retrieve
-from lopd_fast.rollout.hf import HFRollout, Progress
+from lopd_fast.rollout.episodes import Episodes, Policy, Progress
 from lopd_fast.rollout.sampling import Sampling
 
 
@@ -64,8 +62,8 @@ class _ShownEpisode:
 
 
 def explore(
-    model: PreTrainedModel,
-    engine: HFRollout,
+    model: Policy,
+    engine: Episodes,
     environment: Environment,
     tasks: Sequence[Task],
     bank: ExperienceBank,

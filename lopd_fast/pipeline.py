@@ -153,7 +153,7 @@ class Pipeline:
 
     def evaluate_student(self, when: str) -> None:
         """Held-out pass rates of the student, greedy and at T 0.7, and what it answered."""
-        with self.parts.student.policy() as model:
+        with self.parts.engine.policy(self.parts.student) as model:
             for name, sampling in (("greedy", GREEDY), ("t07", WARM)):
                 self._evaluate(
                     f"student_{when}_{name}",

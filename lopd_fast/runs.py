@@ -32,7 +32,7 @@ from lopd_fast.interrupt import StopRequest
 from lopd_fast.metrics import MetricsLog, read_metrics
 from lopd_fast.plots import plot_curves
 from lopd_fast.report import write_report
-from lopd_fast.rollout.hf import Progress
+from lopd_fast.rollout.episodes import Progress
 from lopd_fast.rollout.sampling import Sampling
 from lopd_fast.trackers import start_trackers
 from lopd_fast.trainer import Trainer
@@ -124,10 +124,10 @@ class Run:
         rounds = self.config.explore.rounds
         sampling, seed = Sampling.of(self.config.rollout), self.config.train.seed
         found = 0
-        with self.parts.backbone.role("teacher"):
+        with self.parts.engine.base(self.parts.backbone) as base:
             for number in range(rounds):
                 good = explore(
-                    self.parts.backbone.model,
+                    base,
                     self.parts.engine,
                     self.parts.environment,
                     tasks[number::rounds],

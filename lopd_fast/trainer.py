@@ -119,7 +119,7 @@ class Trainer:
         """This step's rollouts by the student from the tasks alone, with the experiences retrieved for each."""
         train = self.config.train
         tasks = [task for task in self._tasks_of(self.step) for _ in range(train.rollouts_per_task)]
-        with self.parts.student.policy() as model:
+        with self.parts.engine.policy(self.parts.student) as model:
             rollouts = self.parts.engine.rollouts(
                 model,
                 self.parts.environment,

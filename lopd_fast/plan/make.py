@@ -79,12 +79,20 @@ def make_plan(
 ) -> Plan:
     """The plan of a run of `config` on `device`; see the module.
 
+    Raises:
+        UserError: the run samples with vLLM, whose memory is not accounted for here.
+
     Args:
         load: what a step holds at once; `load.load_of` tells it for a configuration.
         model: as `models.model_of` or `models.named_model` gives it; its weights are never read.
         dtype: of the backbone.
         brief: leave out limits and times if the run fits, at half the work.
     """
+    if config.rollout.engine == "vllm":
+        raise UserError(
+            "There is no plan for rollout.engine=vllm: vLLM takes rollout.vllm_memory of the GPU while it "
+            "samples, and less asleep. Plan the training phases with rollout.engine=hf."
+        )
     probe = Probe(config, model, dtype, device.seconds, cuda=device.cuda)
 
     def phases(load: Load) -> dict[str, Phase]:
@@ -110,11 +118,13 @@ def make_plan(
 def refuse_too_large(config: Config) -> None:
     """Plan the run on the CUDA device that it would take, before anything loads; on a CPU do nothing.
 
+    Nothing is planned for vLLM either: it takes its share at its own start, and says if that is not free.
+
     Raises:
         UserError: a step at its fullest does not fit into the memory that is free there now.
     """
     device = pick_device(config.model.device)
-    if device.type != "cuda":
+    if device.type != "cuda" or config.rollout.engine == "vllm":
         return
     dtype = pick_dtype(config.model.dtype, device)
     plan = make_plan(config, load_of(config), model_of(config.model), this_device(device), dtype, brief=True)
