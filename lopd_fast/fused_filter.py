@@ -52,31 +52,31 @@ class GradFilter:
         The typical row weighs the rows of the head that do not matter by what their columns held in the first chunk:
         nearly all of it is a small pull of one sign on most of the vocabulary.
         """
-        head = self.head
-        shares = self.shares(values, pieces, explicit)
-        active = self.active(shares, explicit)
-        indices = [active[piece.columns].nonzero().squeeze(1) for piece in pieces]
-        if 2 * sum(len(index) for index in indices) > len(shares):
-            return None
-        if self.typical is None:
-            shares = shares.clamp(1e-3, 1)  # at least that, so that what is left of them does not cancel
-            row = head.weight.new_zeros(1, head.weight.shape[1], dtype=head.dtype)
-            for part, weight in head.blocks():
-                head.add_product(row, shares[None, part], weight)
-            self.typical = shares, row[0]
-        shares, row = self.typical
-        share = shares.sum()
-        rows = len(explicit.values)
+        head, rows, width = self.head, len(explicit.values), values.shape[1]
+        limit = self.limit(explicit)
+        kept = torch.zeros(width, dtype=torch.bool, device=values.device)
+        kept.index_fill_(0, explicit.columns.flatten(), True)
+        first, every = self.typical is None, []
         out = head.weight.new_zeros(rows, head.weight.shape[1], dtype=head.dtype)
-        left = out.new_zeros(rows)
+        left, taken, row_taken, active = out.new_zeros(rows), out.new_zeros(()), torch.zeros_like(out[0]), 0
         # Written over by every step: fresh memory costs a CPU more than the gather itself.
-        step = max(1, min(WEIGHT_ROWS, max(len(index) for index in indices)))
+        step = max(1, min(WEIGHT_ROWS, width // 2))
         parts, gathered = out.new_empty(rows * step), head.weight.new_empty(step, head.weight.shape[1])
-        for piece, index in zip(pieces, indices, strict=True):
+        for piece in pieces:  # each is gathered while what was summed of it is still in cache
+            shares = self.shares(values, piece, limit)
+            index = self.active(shares, kept[piece.columns]).nonzero().squeeze(1)
+            active += len(index)
+            if 2 * active > width:
+                return None
+            if first:
+                # At least that, so that what is left of them does not cancel.
+                every.append(shares.clamp(1e-3, 1))
+            typical = every[-1] if self.typical is None else self.typical[0][piece.columns]
             if not self.balanced:
                 total = values[:, piece.columns].sum(1, dtype=head.dtype)
                 left += total if piece.factor is None else total * piece.factor
-            for ids in (index + piece.columns.start).split(step):
+            for columns in index.split(step):
+                ids = columns + piece.columns.start
                 part = parts[: rows * len(ids)].view(rows, -1)
                 torch.index_select(values, 1, ids, out=part)
                 if piece.factor is not None:
@@ -84,27 +84,38 @@ class GradFilter:
                 weight = head.operand_of(torch.index_select(head.weight, 0, ids, out=gathered[: len(ids)]))
                 head.add_product(out, part, weight)
                 left -= part.sum(1, dtype=head.dtype)
-                row = row - head.product(shares[None, ids], weight)[0]
-                share = share - shares[ids].sum()
+                row_taken += head.product(typical[None, columns], weight)[0]
+                taken += typical[columns].sum()
+        if self.typical is None:
+            self.typical = self._typical(torch.cat(every))
         if explicit.apart:
             out += head.weighted_rows(explicit.columns, explicit.values)
             if self.balanced:
                 left -= explicit.values.sum(1)
-        return out.addr_(left, row / share)
+        shares, row = self.typical
+        return out.addr_(left, (row - row_taken) / (shares.sum() - taken))
 
     @staticmethod
-    def active(shares: Tensor, explicit: Explicit) -> Tensor:
-        """Which columns matter  # (V,) bool."""
-        return (shares > 1).index_fill_(0, explicit.columns.flatten(), True)
+    def active(shares: Tensor, kept: Tensor) -> Tensor:
+        """Which columns matter  # (C,) bool."""
+        return (shares > 1) | kept
 
-    def shares(self, values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor:
-        """For every column its share of what makes one matter  # (V,).
+    def limit(self, explicit: Explicit) -> Tensor:
+        """What the |gradients| of a column must sum to over the R rows, to matter  # ().
 
-        That is the sum of |gradient| over the R rows, which is at least the column's 2-norm, over
-
-            sqrt(R) * cut * min(scale, the largest of the gradient)
+        That sum is at least the column's 2-norm. The limit is sqrt(R) * cut * min(scale, the largest of the gradient).
         """
         largest = explicit.values.abs().amax().to(self.head.dtype)
         limit = self.cut * len(explicit.values) ** 0.5 * torch.minimum(self.scale, largest)
-        sums = [self.head.product(piece.sign[None], values[:, piece.columns])[0] for piece in pieces]
-        return torch.cat(sums).abs_().div_(limit.clamp(min=torch.finfo(self.head.dtype).tiny))
+        return limit.clamp(min=torch.finfo(self.head.dtype).tiny)
+
+    def shares(self, values: Tensor, piece: Piece, limit: Tensor) -> Tensor:
+        """The sum of |gradient| over the rows for every column of a piece, over the limit  # (C,)."""
+        return self.head.product(piece.sign[None], values[:, piece.columns])[0].abs_().div_(limit)
+
+    def _typical(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.head
+        row = head.weight.new_zeros(1, head.weight.shape[1], dtype=head.dtype)
+        for part, weight in head.blocks():
+            head.add_product(row, shares[None, part], weight)
+        return shares, row[0]
