@@ -21,13 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from lopd_fast.activation_offload import check_offload, offloaded
 from lopd_fast.config import LoraConfig, ModelConfig
 from lopd_fast.errors import UserError
 from lopd_fast.liger import use_liger, uses_liger
+from lopd_fast.lockstep import Lockstep
 from lopd_fast.packed_forward import packed_hidden, packing_of
-from lopd_fast.prefix_tree import Packed
+from lopd_fast.prefix_tree import Packed, pack
+from lopd_fast.sharding import part_of, shard_frozen, whole
 
 ADAPTER_FILE = "adapter_model.safetensors"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -130,6 +133,7 @@ class Backbone(nn.Module):
             check_offload(model.device, gradient_checkpointing)
         self.model = model.requires_grad_(False).eval()
         self.role_name = "teacher"
+        self.lockstep = Lockstep()
         self._adapters: list[str] = []
         self._lora_layers: list[LoraLayer] = []
         self._trainable: list[nn.Parameter] = []
@@ -138,6 +142,11 @@ class Backbone(nn.Module):
         self.activation_offload = activation_offload
         if gradient_checkpointing:
             checkpoint_layers(model, lambda: (nullcontext(), self.role(self.role_name)))
+
+    def shard(self, lockstep: Lockstep) -> None:
+        """Leave each process a part of the frozen weights of the blocks."""
+        shard_frozen(self.model, lockstep.world.size)
+        self.lockstep = lockstep
 
     def add_adapter(self, name: str, lora: LoraConfig, trainable: bool = True) -> None:
         """Put a LoRA named `name` on the seven projections (rank and alpha of `lora`); its B starts at 0."""
@@ -201,8 +210,30 @@ class Backbone(nn.Module):
 
     def hidden(self, packed: Packed, embeddings: Tensor | None = None) -> Tensor:
         """Last hidden states (T, H) of packed tokens, or of embeddings (T, H) in their place, in the current role."""
+        if embeddings is not None:
+            embeddings = self.lockstep.differentiable(embeddings)
         with self.precision(), self.saving():
-            return packed_hidden(self.model, packed, embeddings)
+            return packed_hidden(self.model, packed, embeddings, lockstep=self.lockstep)
+
+    def idle(self, turns: int) -> None:
+        """Run in the current role for the `turns` that other processes have and this one does not."""
+        packed = pack([[0]])[0].to(self.device)
+        self.lockstep.idle(turns, lambda: self.hidden(packed))
+
+    @contextmanager
+    def policy(self, name: str = "teacher") -> Iterator[PreTrainedModel]:
+        """The model to sample from in the role `name`.
+
+        Where its weights are in parts, processes that sample different texts cannot gather them together: then it is a
+        merged copy for as long as it is used.
+        """
+        if self.lockstep.active:
+            yield plain_copy(
+                self.model, lambda: self.merged_state(None if name == "teacher" else name), blank=True
+            )
+        else:
+            with self.role(name):
+                yield self.model
 
     def precision(self) -> AbstractContextManager[Any]:
         """Autocast where the backbone is in half precision and the adapters' fp32 masters are to be used in it.
@@ -259,6 +290,7 @@ class Backbone(nn.Module):
             if "lora_" in key:
                 continue
             path, _, leaf = key.rpartition(".base_layer.")
+            value = whole(value)
             if path in lora and leaf == "weight" and name is not None:
                 delta = lora[path].get_delta_weight(name)  # pyright: ignore[reportAttributeAccessIssue]
                 yield f"{path}.weight", (value.float() + delta.float()).to(value.dtype)
@@ -322,14 +354,23 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def plain_copy(
-    model: PreTrainedModel, weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    model: PreTrainedModel, weights: Callable[[], Iterator[tuple[str, Tensor]]], blank: bool = False
 ) -> PreTrainedModel:
-    """A fresh model of the same configuration and dtype without any adapter, holding `weights`."""
+    """A fresh model of the same configuration and dtype without any adapter, holding `weights`.
+
+    `blank`: made where it is to be, with no random weights first; for copies that are made again and again.
+    """
     config = deepcopy(model.config)
-    fresh = AutoModelForCausalLM.from_config(
-        config, dtype=model.dtype, attn_implementation=config._attn_implementation
-    )
+    with no_init_weights() if blank else nullcontext(), model.device if blank else nullcontext():
+        fresh = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation=config._attn_implementation
+        )
     fresh = fresh.to(model.device).requires_grad_(False).eval()
+    if blank:
+        fresh.tie_weights()  # which goes with the random weights otherwise
+        own = dict(fresh.named_buffers())
+        for name, buffer in model.named_buffers():
+            own[name].copy_(buffer)  # a GPU's powers are not the CPU's to the last bit
     fresh.generation_config = deepcopy(model.generation_config)
     if uses_liger(model):
         use_liger(fresh)
@@ -342,4 +383,4 @@ def copy_weights(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) 
     """Copy (name, weight) pairs into `model` in place."""
     own = model.state_dict(keep_vars=True)
     for name, weight in weights:
-        own[name].copy_(weight)
+        own[name].copy_(part_of(weight, own[name]))

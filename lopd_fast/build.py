@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,11 +14,14 @@ from lopd_fast.composer import Composer
 from lopd_fast.config import Config, EnvironmentConfig, RetrievalConfig
 from lopd_fast.envs.base import Environment
 from lopd_fast.errors import UserError
+from lopd_fast.lockstep import Lockstep
 from lopd_fast.optimizers import check_installed
+from lopd_fast.processes import World
 from lopd_fast.render import Renderer
 from lopd_fast.retriever import SentenceEncoder
 from lopd_fast.rollout.episodes import Episodes
 from lopd_fast.rollout.hf import HFRollout
+from lopd_fast.rollout.shared import SharedRollout
 from lopd_fast.rollout.vllm import VLLMRollout, check_vllm
 from lopd_fast.student import Student
 from lopd_fast.trackers import check_trackers
@@ -38,9 +41,28 @@ class Parts:
     bank: ExperienceBank
     engine: Episodes
     environment: Environment
+    world: World = field(default_factory=World)  # the processes that the run is split over
+    lockstep: Lockstep = field(default_factory=Lockstep)  # of those whose models are sharded
+
+    def shard(self) -> None:
+        """Leave each process its part of what is to be sharded."""
+        if self.world.size == 1:
+            return
+        lockstep = Lockstep(self.world)
+        if self.config.model.shard:
+            self.backbone.shard(lockstep)
+            self.lockstep = lockstep
+        if self.student.mode == "full":
+            if self.config.optim.kind != "adamw":
+                raise UserError(
+                    f"optim.kind={self.config.optim.kind} cannot step a student of which each process has a part "
+                    "(student.mode=full in several processes); take optim.kind=adamw."
+                )
+            self.student.shard(lockstep)
+            self.lockstep = lockstep
 
 
-def build(config: Config) -> Parts:
+def build(config: Config, world: World | None = None) -> Parts:
     """Load the model once and put every part on it; the run's seed decides all initial weights.
 
     Raises:
@@ -50,6 +72,8 @@ def build(config: Config) -> Parts:
     for optim in (config.optim, config.cold_start.optim):
         check_installed(optim)
     if config.rollout.engine == "vllm":
+        if world is not None and world.launched:
+            raise UserError("rollout.engine=vllm samples in one process; of several, take rollout.engine=hf.")
         check_vllm(config)
     environment = build_environment(config.environment)
     tokenizer = load_tokenizer(config.model)
@@ -69,10 +93,15 @@ def build(config: Config) -> Parts:
         composer = Composer(backbone, tokenizer, config.composer)
     except ValueError as error:
         raise UserError(f"The composer cannot be built: {error}") from None
+    world = world or World()
     engine = HFRollout(renderer, config.rollout)
-    if config.rollout.engine == "vllm":
+    if world.launched:
+        engine = SharedRollout(renderer, config.rollout, world)
+    elif config.rollout.engine == "vllm":
         engine = VLLMRollout(renderer, config, backbone)
-    return Parts(config, backbone, renderer, student, composer, bank, engine, environment)
+    parts = Parts(config, backbone, renderer, student, composer, bank, engine, environment, world)
+    parts.shard()
+    return parts
 
 
 def build_bank(config: RetrievalConfig, trust_remote_code: bool = False) -> ExperienceBank:

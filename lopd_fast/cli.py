@@ -31,3 +31,7 @@ def main() -> None:
     """Entry point. SIGTERM ends a command as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
+
+
+if __name__ == "__main__":  # torchrun -m lopd_fast.cli
+    main()

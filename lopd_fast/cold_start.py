@@ -22,6 +22,7 @@ from lopd_fast.config import ColdStartConfig, RetrievalConfig
 from lopd_fast.errors import UserError
 from lopd_fast.optimizers import composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import micro_batches, pack_step
+from lopd_fast.processes import World
 from lopd_fast.render import Renderer
 from lopd_fast.retrieval import retrieve
 from lopd_fast.teacher import teacher_hidden
@@ -56,11 +57,13 @@ class ColdStart:
         seed: int,
         micro_batch_tokens: int,
         say: Callable[[str], None] = print,
+        world: World | None = None,
     ) -> None:
         """Raises UserError where the bank holds nothing for any of `trajectories`."""
         self.backbone, self.composer, self.renderer = backbone, composer, renderer
         self.config = config
         self.say = say
+        self.world = world or World()
         self.step = 0
         self.seed = seed
         self.micro_batch_tokens = micro_batch_tokens
@@ -96,23 +99,29 @@ class ColdStart:
         return metrics
 
     def backward(self, examples: Sequence[Example]) -> float:
-        """The gradient of the mean NLL over the student-written tokens of `examples`, by micro-batches; its value."""
+        """The gradient of the mean NLL over the student-written tokens of `examples`, by micro-batches; its value.
+
+        Each process takes its share of the examples; gradient and value are the sums over all.
+        """
         found = {id(rollout): hits for rollout, hits in examples}
-        total = sum(sum(rollout.student_mask) for rollout, _ in examples)
+        tokens = [sum(rollout.student_mask) for rollout, _ in examples]
+        own, lockstep = self.world.share(tokens), self.backbone.lockstep
+        groups = micro_batches([examples[index][0] for index in own], self.micro_batch_tokens, self.renderer)
+        groups += [[]] * (lockstep.turns(len(groups)) - len(groups))
         losses = []
-        for group in micro_batches(
-            [rollout for rollout, _ in examples], self.micro_batch_tokens, self.renderer
-        ):
-            share = sum(sum(rollout.student_mask) for rollout in group) / total
+        for group in groups:
+            share = sum(sum(rollout.student_mask) for rollout in group) / sum(tokens)
             loss = share * trajectory_nll(
                 self.backbone,
                 self.composer,
                 self.renderer,
                 [(rollout, found[id(rollout)]) for rollout in group],
             )
-            loss.backward()
+            lockstep.join(loss).backward()
             losses.append(loss.detach())
-        return float(torch.stack(losses).sum())
+        self.world.sum_gradients(self.parameters)
+        losses = losses or [torch.zeros((), device=self.backbone.device)]
+        return float(self.world.sum(torch.stack(losses).sum()))
 
 
 def trajectory_nll(
@@ -150,6 +159,8 @@ def linear_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
     Rows whose logits would pass LOGITS_BYTES are taken in parts, each projected again in the backward.
     """
+    if not len(hidden):  # a process without an example of its own
+        return hidden.float().sum()
     rows = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
     if len(hidden) <= rows:
         return _nll(hidden, head, targets) / len(hidden)

@@ -17,6 +17,7 @@ from lopd_fast.backbone import Backbone
 from lopd_fast.bank import Experience
 from lopd_fast.config import ComposerConfig
 from lopd_fast.prefix_tree import pack
+from lopd_fast.processes import World
 from lopd_fast.qformer import QFormer
 
 MEMORY_HEAD = "Task to solve:\n{task}\n\nReference past trajectory:\n"
@@ -49,10 +50,7 @@ class Composer(nn.Module):
 
     def forward(self, requests: Sequence[Request]) -> list[Tensor]:
         """Latents of every request: (J_b*K, H) fp32, J_b >= 0 being the number of its experiences."""
-        pairs = _pairs(requests)
-        if not pairs:
-            return [torch.zeros(0, self.backbone.hidden_size, device=self.backbone.device) for _ in requests]
-        distinct = list(dict.fromkeys(pairs))
+        distinct = list(dict.fromkeys(_pairs(requests)))
         latents = self._compress(distinct, "encoder", self.qformer)  # (distinct, K, H)
         return _per_request(
             requests, dict(zip(distinct, latents, strict=True)), latents.new_zeros(0, latents.shape[-1])
@@ -77,13 +75,28 @@ class Composer(nn.Module):
         device = self.backbone.device
         distinct = {pair: _digest(pair) for pair in _pairs(requests)}
         missing = [pair for pair, digest in distinct.items() if digest not in self._anchor_cache]
-        if missing:
+        if missing or self.backbone.lockstep.active:
             for pair, latents in zip(missing, self._compress(missing, "anchor", self._anchor), strict=True):
                 self._anchor_cache[distinct[pair]] = latents.to("cpu", copy=True)
         found = {pair: self._anchor_cache[digest].to(device) for pair, digest in distinct.items()}
-        while sum(latents.nbytes for latents in self._anchor_cache.values()) > ANCHOR_CACHE_BYTES:
-            del self._anchor_cache[next(iter(self._anchor_cache))]
+        self._forget()
         return _per_request(requests, found, torch.zeros(0, self.backbone.hidden_size, device=device))
+
+    def pool_anchors(self, world: World) -> None:
+        """Give every process the anchors of all, those of the first process first.
+
+        A checkpoint holds them all then, and whoever resumes has the same ones as who went on without a break.
+        """
+        pooled: dict[str, Tensor] = {}
+        for rank, names in enumerate(world.gather(list(self._anchor_cache)) if world.size > 1 else []):
+            fresh = [name for name in names if name not in pooled]
+            latents = self.qformer.latents.new_empty(len(fresh), *self.qformer.latents.shape, device="cpu")
+            if fresh and rank == world.rank:
+                torch.stack([self._anchor_cache[name] for name in fresh], out=latents)
+            if fresh:
+                pooled |= zip(fresh, map(Tensor.clone, world.spread(latents, rank)), strict=True)
+        self._anchor_cache = pooled or self._anchor_cache
+        self._forget()
 
     def trainable(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Named parameters that learn, by part."""
@@ -123,6 +136,11 @@ class Composer(nn.Module):
             cached = sorted(parts.get("anchor_cache", {}).items())
             self._anchor_cache = {name.partition("-")[2]: latents.cpu() for name, latents in cached}
 
+    def _forget(self) -> None:
+        """Drop the oldest anchors until the cache is small enough."""
+        while sum(latents.nbytes for latents in self._anchor_cache.values()) > ANCHOR_CACHE_BYTES:
+            del self._anchor_cache[next(iter(self._anchor_cache))]
+
     @property
     def backbone(self) -> Backbone:
         """The backbone whose encoder LoRA this composer trains."""
@@ -131,14 +149,19 @@ class Composer(nn.Module):
     def _compress(self, pairs: Sequence[tuple[str, str, str]], role: str, qformer: QFormer) -> Tensor:
         """Latents (len(pairs), K, H) of (task, experience id, trace) pairs by an encoder role and its QFormer."""
         sequences = [self._memory_ids(task, trace) for task, _, trace in pairs]
+        batches = list(_batches(sequences, self.config.encoder_batch_tokens))
+        lacking = self.backbone.lockstep.turns(len(batches)) - len(batches)
         memories = []
         with self.backbone.role(role):
-            for batch in _batches(sequences, self.config.encoder_batch_tokens):
+            for batch in batches:
                 packed, paths = pack(batch, share=self.backbone.shares_prefixes)
                 hidden = self.backbone.hidden(packed.to(self.backbone.device)).to(
                     qformer.latents.dtype
                 )  # (T, H)
                 memories.append(hidden[torch.cat(paths).to(hidden.device)])
+            self.backbone.idle(lacking)
+        if not memories:
+            return qformer.latents.new_zeros(0, *qformer.latents.shape)
         lengths = torch.tensor([0] + [len(sequence) for sequence in sequences])
         return qformer(torch.cat(memories), lengths.cumsum(0).to(torch.int32))
 

@@ -46,6 +46,9 @@ class ModelConfig:
     template_options: dict[str, Any] = field(
         default_factory=dict
     )  # of the chat template: enable_thinking, ...
+    shard: bool = (
+        False  # of several processes, each keeps a part of the frozen weights (FSDP2), not all of them
+    )
     trust_remote_code: bool = False  # the one switch, for model, tokenizer, config and encoder
 
 

@@ -38,9 +38,9 @@ def teacher_rollouts(
 ) -> list[Rollout]:
     """The teacher acts by itself: the frozen backbone with the latents of task b's `experiences[b]` in its prompt."""
     latents = composer([(task.text, items) for task, items in zip(tasks, experiences, strict=True)])
-    with backbone.role("teacher"):
+    with backbone.policy() as model:
         return engine.rollouts(
-            backbone.model, environment, tasks, sampling, seed=seed, latents=latents, progress=progress
+            model, environment, tasks, sampling, seed=seed, latents=latents, progress=progress
         )
 
 

@@ -16,8 +16,9 @@ class StopRequest:
     handlers are back when the block ends. Outside the main thread, where Python allows no handlers, it does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: bool = True) -> None:
         self.requested = False
+        self._notice = notice  # whether to print the line: of several processes one does
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -38,4 +39,5 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(2, _NOTICE)  # print() may not be entered twice, and the signal may have come within one
+        if self._notice:
+            os.write(2, _NOTICE)  # print() may not be entered twice, and the signal may have come within one

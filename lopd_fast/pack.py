@@ -77,6 +77,9 @@ def _side(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Rendere
     ]
     sequences = [ids + rollout.response_ids for (ids, _), rollout in zip(prompts, rollouts, strict=True)]
     slots = [range(offset, offset + count) for (_, offset), count in zip(prompts, latents, strict=True)]
+    if not sequences:  # a process with no rollout of its own: one token that nobody asks about
+        empty = torch.zeros(0, dtype=torch.int64)
+        return Side(pack([[renderer.pad_id]])[0], empty, empty)
     packed, paths = pack(sequences, _keys(sequences, slots), share)
     rows, places = [], []
     for path, (prompt, _), slot, rollout in zip(paths, prompts, slots, rollouts, strict=True):
@@ -85,8 +88,7 @@ def _side(rollouts: Sequence[Rollout], latents: Sequence[int], renderer: Rendere
         assert torch.equal(packed.ids[path[supervised]], torch.tensor(rollout.response_ids)[mask])
         rows.append(path[supervised - 1])  # the place that predicts the token
         places.append(path[slot.start : slot.stop])
-    empty = torch.zeros(0, dtype=torch.int64)
-    return Side(packed, torch.cat([empty, *rows]), torch.cat([empty, *places]))
+    return Side(packed, torch.cat(rows), torch.cat(places))
 
 
 def _keys(sequences: Sequence[list[int]], slots: Sequence[range]) -> list[list[int]]:

@@ -6,12 +6,14 @@ single layers that are no plain attention (state spaces, linear attention) see o
        every model in rows too long for a mask.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lopd_fast.lockstep import Lockstep
 from lopd_fast.prefix_tree import MASKED_TOKENS, Packed
 
 
@@ -24,29 +26,50 @@ def packing_of(model: PreTrainedModel) -> Literal["tree", "rows", "single"]:
     return "rows" if "flash" in str(config._attn_implementation) else "tree"
 
 
-def packed_hidden(model: PreTrainedModel, packed: Packed, embeddings: Tensor | None = None) -> Tensor:
+def packed_hidden(
+    model: PreTrainedModel,
+    packed: Packed,
+    embeddings: Tensor | None = None,
+    *,
+    body: Callable[..., Any] | None = None,
+    lockstep: Lockstep | None = None,
+) -> Tensor:
     """Last hidden states (T, H) of packed tokens, or of embeddings (T, H) in their place.
 
-    Outside of "tree", the sequences must have been packed without sharing.
+    Outside of "tree", the sequences must have been packed without sharing. `body` runs the model, by default its own
+    decoder; `lockstep` keeps the processes together that have parts of its weights.
     """
-    packing = packing_of(model)
-    if len(packed.limits) == 1 or packing == "rows":
-        return _run(model, packed, embeddings, None)
-    if packing == "tree" and packed.ids.numel() <= MASKED_TOKENS:
-        return _run(model, packed, embeddings, _masks(model, packed))
-    parts = []
-    for run in range(len(packed.limits)):
-        own = packed.runs == run
-        one = Packed(packed.ids[own], packed.positions[own], packed.runs[own], packed.limits[:1, :1])
-        parts.append(_run(model, one, None if embeddings is None else embeddings[own], None))
-    return torch.cat(parts)
+    packing, lockstep = packing_of(model), lockstep or Lockstep()
+    decoder: Any = body or model.get_decoder()
+    plain = len(packed.limits) == 1 or packing == "rows"
+    masked = packing == "tree" and packed.ids.numel() <= MASKED_TOKENS
+    runs = 1 if plain or masked else len(packed.limits)
+    lacking = lockstep.turns(runs) - runs
+    if plain:
+        states = _run(decoder, packed, embeddings)
+    elif masked:
+        states = _run(decoder, packed, embeddings, _masks(model, packed))
+    else:
+        states = torch.cat(
+            [_run(decoder, *_part(packed, embeddings, packed.runs == run)) for run in range(runs)]
+        )
+    lockstep.idle(lacking, lambda: _run(decoder, *_part(packed, embeddings, slice(1))))
+    return states
+
+
+def _part(packed: Packed, embeddings: Tensor | None, own: Tensor | slice) -> tuple[Packed, Tensor | None]:
+    """The tokens `own` of one sequence that stands whole, as a row of their own."""
+    one = Packed(packed.ids[own], packed.positions[own], packed.runs[own], packed.limits[:1, :1])
+    return one, None if embeddings is None else embeddings[own]
 
 
 def _run(
-    model: PreTrainedModel, packed: Packed, embeddings: Tensor | None, mask: Tensor | dict[str, Tensor] | None
+    body: Callable[..., Any],
+    packed: Packed,
+    embeddings: Tensor | None,
+    mask: Tensor | dict[str, Tensor] | None = None,
 ) -> Tensor:
     given = {"input_ids": packed.ids[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
-    body = model.get_decoder()
     output = body(**given, attention_mask=mask, position_ids=packed.positions[None], use_cache=False)
     return output.last_hidden_state[0]
 

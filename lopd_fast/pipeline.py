@@ -27,8 +27,8 @@ WARM = Sampling(0.7, 0.95, 20)
 class Results:
     """Named results on disk; `once` computes what is not there yet."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, write: bool = True) -> None:
+        self.path, self.write = path, write
         self.values: dict[str, Any] = {}
 
     def load(self) -> None:
@@ -61,6 +61,8 @@ class Results:
         self._save()
 
     def _save(self) -> None:
+        if not self.write:
+            return
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.values, indent=2) + "\n", encoding="utf-8")
         temporary.replace(self.path)
@@ -73,7 +75,7 @@ class Pipeline:
         self.parts, self.stages = parts, stages
         self.config = parts.config
         self.run = Run(parts, say=stages.say)
-        self.results = Results(self.run.out / "results.json")
+        self.results = Results(self.run.out / "results.json", write=parts.world.first)
         self.stage = "explore"
         environment, train = parts.environment, self.config.train
         self.heldout = environment.tasks("heldout", self.config.environment.heldout_tasks, train.seed)

@@ -8,6 +8,7 @@ import dataclasses
 import fcntl
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lopd_fast.bank_files import write_bank
 from lopd_fast.batch import Rollout, StepMetrics
 from lopd_fast.build import Parts
 from lopd_fast.checkpoint import (
+    Checkpoint,
     latest_good,
     optimizer_tensors,
     restore_optimizer,
@@ -34,6 +36,7 @@ from lopd_fast.plots import plot_curves
 from lopd_fast.report import write_report
 from lopd_fast.rollout.episodes import Progress
 from lopd_fast.rollout.sampling import Sampling
+from lopd_fast.sharding import gathered
 from lopd_fast.trackers import start_trackers
 from lopd_fast.trainer import Trainer
 from lopd_fast.trajectories import load_trajectories, save_trajectories
@@ -47,7 +50,10 @@ class Stopped(Exception):
 
 @dataclass
 class Run:
-    """Drives the stages over `parts`; `say` hears what a person should know."""
+    """Drives the stages over `parts`; `say` hears what a person should know.
+
+    Of several processes all go through the stages together; the first one writes the files.
+    """
 
     parts: Parts
     say: Callable[[str], None] = print
@@ -55,6 +61,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.config: Config = self.parts.config
+        self.world = self.parts.world
         self.out = Path(self.config.train.out)
         self.checkpoints = self.out / "checkpoints"
         keep = self.config.train.keep_checkpoints
@@ -69,6 +76,9 @@ class Run:
             UserError: the folder holds a run that was not asked to be resumed, or one of another configuration, or no
                 run where one is to be resumed, or a run that is in progress.
         """
+        return self.world.gather(self._open(resume) if self.world.first else None)[0]
+
+    def _open(self, resume: bool) -> bool:
         saved = self.out / "config.json"
         if resume and not saved.is_file():
             raise UserError(
@@ -146,8 +156,9 @@ class Run:
                 f"None of {len(tasks)} attempts succeeded, so there is no trajectory to learn from; give easier tasks, "
                 "seed demonstrations (explore.seeds), or a bank (retrieval.bank) with cold_start.steps=0."
             )
-        save_trajectories(self.pool.values(), self.out / "trajectories.jsonl")
-        self.parts.bank.save(self.out / "bank")
+        if self.world.first:
+            save_trajectories(self.pool.values(), self.out / "trajectories.jsonl")
+            self.parts.bank.save(self.out / "bank")
         return found
 
     # --- cold start -------------------------------------------------------------------------------------------
@@ -165,33 +176,32 @@ class Run:
             seed=self.config.train.seed,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
             say=self.say,
+            world=self.world,
         )
-        checkpoint = latest_good(self.checkpoints)
+        checkpoint = self._latest()
         if checkpoint is not None and checkpoint.state["stage"] == "cold_start":
             self.parts.composer.load(checkpoint.tensors["composer"])
             restore_optimizer(stage.optimizer, checkpoint.tensors["optimizer"])
             stage.step = checkpoint.state["stage_step"]
         with (
-            MetricsLog(
-                self.out / "cold_start",
-                stage.step or None,
-                start_trackers(self.config, "cold_start", stage.step),
-            ) as log,
-            StopRequest() as stop,
+            self._log("cold_start", stage.step) as log,
+            StopRequest(notice=self.world.first) as stop,
             self.writer,
         ):
             while stage.step < self.config.cold_start.steps:
                 metrics = stage.run_step()
-                log.write(dataclasses.asdict(metrics))
+                if log is not None:
+                    log.write(dataclasses.asdict(metrics))
                 if hook is not None:
                     hook(metrics)
                 last = stage.step == self.config.cold_start.steps
-                due = last or stage.step % self.config.train.checkpoint_every == 0 or stop.requested
+                due = last or stage.step % self.config.train.checkpoint_every == 0
+                due = self.world.any(stop.requested) or due
                 if due:
                     self._save_cold_start(stage)
-                if due and stop.requested:  # the request may have come after the save was found not to be due
+                if due and self.world.any(stop.requested):  # which may have come while it was saved
                     break
-        if stop.requested:  # in the last step too: the next stage would not know of it
+        if self.world.any(stop.requested):  # in the last step too: the next stage would not know of it
             self.writer.finish()
             raise Stopped
         self.parts.composer.freeze_anchor()
@@ -202,31 +212,32 @@ class Run:
     def distil(self, tasks: Sequence[Task], hook: StepHook | None = None) -> Trainer:
         """Run LOPD steps from the latest checkpoint of this stage, or from its start."""
         trainer = Trainer(self.parts, tasks, say=self.say)
-        checkpoint = latest_good(self.checkpoints)
+        checkpoint = self._latest()
         if checkpoint is not None and checkpoint.state["stage"] == "distil":
             self.parts.composer.load(checkpoint.tensors["composer"])
             self.parts.student.load(checkpoint.tensors["student"])
             trainer.load(checkpoint.tensors, checkpoint.state["trainer"])
         train = self.config.train
-        trackers = start_trackers(self.config, steps_done=trainer.step)
         with (
-            MetricsLog(self.out, trainer.step or None, trackers) as log,
-            StopRequest() as stop,
+            self._log("", trainer.step) as log,
+            StopRequest(notice=self.world.first) as stop,
             self.writer,
         ):
             while trainer.step < train.steps:
                 metrics = trainer.run_step()
-                log.write(dataclasses.asdict(metrics))
+                if log is not None:
+                    log.write(dataclasses.asdict(metrics))
                 if hook is not None:
                     hook(metrics)
                 last = trainer.step == train.steps
-                due = last or trainer.step % train.checkpoint_every == 0 or stop.requested
+                due = last or trainer.step % train.checkpoint_every == 0
+                due = self.world.any(stop.requested) or due
                 if due:
                     self._save_trainer(trainer)
-                if due and stop.requested:
+                if due and self.world.any(stop.requested):  # which may have come while it was saved
                     break
         self.writer.finish()
-        if stop.requested:
+        if self.world.any(stop.requested):
             raise Stopped
         if trainer.skipped == train.steps:
             raise UserError(
@@ -236,22 +247,30 @@ class Run:
 
     def finish(self, title: str = "LOPD") -> Path:
         """Write the grown bank, curves and report, and the student as a plain model folder; returns that folder."""
-        self.parts.bank.save(self.out / "bank")
-        objective = self.config.objective
-        curves = read_metrics(self.out / "metrics.jsonl")
-        plot_curves(curves, self.out / "curves.png", margin=objective.margin, title=title)
-        write_report(
-            self.out / "report.html", curves, self.out / "curves.png", to_dict(self.config), title=title
-        )
+        if self.world.first:
+            self.parts.bank.save(self.out / "bank")
+            objective = self.config.objective
+            curves = read_metrics(self.out / "metrics.jsonl")
+            plot_curves(curves, self.out / "curves.png", margin=objective.margin, title=title)
+            write_report(
+                self.out / "report.html", curves, self.out / "curves.png", to_dict(self.config), title=title
+            )
         folder = self.out / "student"
-        self.parts.student.save(folder, self.parts.renderer.tokenizer)
+        self.parts.student.save(folder, self.parts.renderer.tokenizer, write=self.world.first)
         return folder
 
     def restore(self) -> str:
         """Bring bank and trajectories back from the folder; returns the stage that the latest checkpoint is in."""
         self.pool = {}
-        checkpoint = latest_good(self.checkpoints)
+        checkpoint = self._latest()
         assert checkpoint is not None
+        before = checkpoint.state.get("processes", 1)
+        if before != self.world.size:
+            self.say(
+                f"warning: this run was saved by {before} process{'es' * (before > 1)} and goes on in "
+                f"{self.world.size}: sums are taken in another order, so it is the same run but for rounding (and, "
+                "between one with a launcher and one without, but for the draws of its rollouts)."
+            )
         rollouts = load_trajectories(self.out / "trajectories.jsonl")
         saved = checkpoint.path / "bank"
         bank = type(self.parts.bank).load(
@@ -261,12 +280,24 @@ class Run:
         keep(rollouts, bank, self.pool)
         return checkpoint.state["stage"]
 
+    def _latest(self) -> Checkpoint | None:
+        """The checkpoint to go on from; none of the processes reads while the first still writes."""
+        self.world.wait()
+        return latest_good(self.checkpoints)
+
+    def _log(self, stage: str, step: int) -> AbstractContextManager[MetricsLog | None]:
+        """The metrics of the subfolder `stage` after `step`, None but for the first process."""
+        if not self.world.first:
+            return nullcontext()
+        return MetricsLog(self.out / stage, step or None, start_trackers(self.config, stage, step))
+
     def _save_cold_start(self, stage: ColdStart) -> None:
         tensors = {"composer": self.parts.composer.state(), "optimizer": optimizer_tensors(stage.optimizer)}
         state = {"stage": "cold_start", "stage_step": stage.step}
         self._save(stage.step, tensors, state)
 
     def _save_trainer(self, trainer: Trainer) -> None:
+        self.parts.composer.pool_anchors(self.world)
         tensors = {
             "composer": self.parts.composer.state(),
             "student": self.parts.student.state(),
@@ -281,6 +312,11 @@ class Run:
         tensors: Mapping[str, Mapping[str, Tensor]],
         state: dict[str, Any],
     ) -> None:
+        tensors = {group: gathered(entries, self.world.first) for group, entries in tensors.items()}
+        if not self.world.first:
+            return
+        if self.world.size > 1:
+            state = state | {"processes": self.world.size}
         bank = self.parts.bank.snapshot()
         self.writer.save(step, tensors, state, extra=lambda folder: write_bank(folder / "bank", bank))
 
@@ -301,7 +337,7 @@ def _saved_config(path: Path) -> dict[str, Any]:
 
 
 def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    """Refuse to resume with another configuration; how long to train and how often to save may change."""
+    """Refuse to resume with another configuration; how long to train, how often to save and what is sharded may."""
     free = {
         ("train", "steps"),
         ("train", "checkpoint_every"),
@@ -309,6 +345,7 @@ def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         ("train", "out"),
         ("train", "trackers"),
         ("train", "wandb_project"),
+        ("model", "shard"),
     }
     for section, values in now.items():
         for key, value in values.items():

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lopd_fast.backbone import Backbone, Head, checkpoint_layers, copy_weights, head_of, plain_copy
 from lopd_fast.batch import Side
 from lopd_fast.config import StudentConfig
+from lopd_fast.lockstep import Lockstep
 from lopd_fast.packed_forward import packed_hidden
+from lopd_fast.sharding import Body, shard_learning, whole
 
 
 class Student:
@@ -23,6 +25,8 @@ class Student:
         self._merge = merge_for_rollout
         self._rollout_copy: PreTrainedModel | None = None
         self._own: PreTrainedModel | None = None
+        self._body: Body | None = None  # how to run it where its weights are in parts
+        self._lockstep = Lockstep()
         if self.mode == "lora":
             backbone.add_adapter("student", config.lora)
         else:
@@ -31,11 +35,17 @@ class Student:
             if backbone.gradient_checkpointing:
                 checkpoint_layers(self._own)
 
+    def shard(self, lockstep: Lockstep) -> None:
+        """Leave each process a part of the student's own weights."""
+        assert self._own is not None, "an adapter is whole on every process"
+        self._body, self._lockstep = shard_learning(self._own, lockstep.world.size), lockstep
+
     def hidden(self, side: Side) -> Tensor:
         """Hidden states (N, H) at the supervised rows of the student's view."""
         if self._own is not None:
             with self.backbone.saving():
-                return packed_hidden(self._own, side.packed)[side.rows]
+                states = packed_hidden(self._own, side.packed, body=self._body, lockstep=self._lockstep)
+                return states[side.rows]
         with self.backbone.role("student"):
             return self.backbone.hidden(side.packed)[side.rows]
 
@@ -71,22 +81,32 @@ class Student:
 
         By default it is a merged copy of the LoRA student: unmerged adapters nearly double the time of decoding.
         """
-        if self._own is not None:
+        if self._lockstep.active:
+            yield plain_copy(self.backbone.model, self._whole_state, blank=True)
+        elif self._own is not None:
             yield self._own
+        elif self.backbone.lockstep.active:
+            with self.backbone.policy("student") as model:
+                yield model
         elif self._merge:
             yield self._merged_copy()
         else:
             with self.backbone.role("student"), self.backbone.precision():
                 yield self.backbone.model
 
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a plain model folder that transformers loads by itself."""
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase, write: bool = True) -> None:
+        """Write a plain model folder that transformers loads by itself; with `write` off only help others to."""
         if self._own is None:
             model = plain_copy(self.backbone.model, lambda: self.backbone.merged_state("student"))
         else:
-            model = plain_copy(self.backbone.model, lambda: iter(self.state().items()))
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+            model = plain_copy(self.backbone.model, self._whole_state)
+        if write:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    def _whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """theta in full mode, one whole tensor at a time."""
+        return ((name, whole(tensor)) for name, tensor in self.state().items())
 
     @torch.no_grad()
     def _merged_copy(self) -> PreTrainedModel:

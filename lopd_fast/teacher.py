@@ -23,5 +23,7 @@ def splice(embeddings: Tensor, slots: Tensor, latents: Tensor) -> Tensor:
 def teacher_hidden(backbone: Backbone, side: Side, latents: Sequence[Tensor]) -> Tensor:
     """Hidden states (N, H) at the supervised rows of the teacher's view, given every rollout's latents (L_b, H)."""
     with backbone.role("teacher"):
-        embeddings = splice(backbone.embed(side.packed.ids), side.slots, torch.cat(list(latents)))
+        embeddings = backbone.embed(side.packed.ids)
+        latents = [embeddings.new_zeros(0, embeddings.shape[-1]), *latents]
+        embeddings = splice(embeddings, side.slots, torch.cat(latents))
         return backbone.hidden(side.packed, embeddings)[side.rows]

@@ -26,8 +26,10 @@ from lopd_fast.monitors import Monitors, rewards_by_group
 from lopd_fast.objective import anchor_sum, dual_update
 from lopd_fast.optimizers import adamw, composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import fitting, micro_batches, pack_step
+from lopd_fast.processes import World
 from lopd_fast.retrieval import retrieve
 from lopd_fast.rollout.sampling import Sampling
+from lopd_fast.sharding import optimizer_parts, whole
 from lopd_fast.teacher import teacher_hidden
 
 LOW_TEACHER_MASS = 0.5
@@ -48,6 +50,10 @@ class _Totals:
     @classmethod
     def zeros(cls, device: torch.device) -> "_Totals":
         return cls(*torch.zeros(7, device=device).unbind())
+
+    def over(self, world: World) -> "_Totals":
+        """The sums over all processes."""
+        return _Totals(*world.sum(torch.stack(list(vars(self).values()))).unbind())
 
 
 def spread_groups(tasks: Sequence[Task], seed: int) -> list[Task]:
@@ -150,13 +156,16 @@ class Trainer:
         return metrics
 
     def backward(self, rollouts: Sequence[Rollout]) -> _Totals:
-        """Accumulate the gradients of the whole objective over micro-batches; denominators are the step's own."""
+        """Accumulate the gradients of the whole objective over micro-batches; denominators are the step's own.
+
+        Each process takes its share of the step's rollouts; gradients and totals are then the sums over all.
+        """
         config = self.config
         num_items = sum(sum(rollout.student_mask) for rollout in rollouts)
         num_queries = config.composer.num_queries if config.objective.use_latents else 0
         num_latents = sum(len(rollout.experiences) for rollout in rollouts) * num_queries
         totals = _Totals.zeros(self.parts.backbone.device)
-        for group in micro_batches(rollouts, config.train.micro_batch_tokens, self.parts.renderer):
+        for group in self._micro_batches(rollouts):
             with self.clock.phase("compose"):
                 latents, anchors = self._latents(group)
             counts = [latent.shape[0] for latent in latents]
@@ -166,13 +175,16 @@ class Trainer:
             )
             result = self._distill(batch, latents, num_items)
             loss = result.loss
-            if num_latents and config.objective.anchor and not config.objective.freeze_composer:
+            if num_latents and anchors:
                 distance = anchor_sum(latents, anchors) / (num_latents * backbone.hidden_size)
                 loss = loss + config.objective.anchor * distance
                 totals.anchor += distance.detach()
             with self.clock.phase("backward"):
-                loss.backward()
+                self.parts.lockstep.join(loss).backward()
             self._add(totals, result, batch, loss)
+        with self.clock.phase("backward"):
+            totals = totals.over(self.parts.world)
+            self.parts.world.sum_gradients([*self.theta, *self.phi])  # sharded ones are summed already
         totals.loss += self.beta * config.objective.margin  # the constant of beta (m - Delta)
         return totals
 
@@ -190,7 +202,7 @@ class Trainer:
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Read back what `tensors` and `state` gave."""
-        restore_optimizer(self.theta_optimizer, tensors["theta_optimizer"])
+        restore_optimizer(self.theta_optimizer, optimizer_parts(tensors["theta_optimizer"], self.theta))
         restore_optimizer(self.phi_optimizer, tensors["phi_optimizer"])
         self.step, self.beta, self.skipped = state["step"], state["beta"], state["skipped"]
         self.monitors.low_gap = state["low_gap"]
@@ -247,6 +259,15 @@ class Trainer:
                 return composer(requests), []
         return composer(requests), composer.anchor(requests) if self.config.objective.anchor else []
 
+    def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        """This process's share of `rollouts`, in micro-batches; where models are sharded, as many as anybody's."""
+        world, renderer = self.parts.world, self.parts.renderer
+        if world.size > 1:
+            lengths = [len(renderer.prompt(each.messages)[0]) + len(each.response_ids) for each in rollouts]
+            rollouts = [rollouts[index] for index in world.share(lengths)]
+        groups = micro_batches(rollouts, self.config.train.micro_batch_tokens, renderer)
+        return groups + [[]] * (self.parts.lockstep.turns(len(groups)) - len(groups))
+
     def _fitting(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         queries = self.config.composer.num_queries if self.config.objective.use_latents else 0
         counts = [len(rollout.experiences) * queries for rollout in rollouts]
@@ -265,7 +286,7 @@ class Trainer:
     def _step_optimizers(self, metrics: StepMetrics) -> None:
         """Clip, check, step, update beta; or skip the step."""
         clip = self.config.optim.clip
-        metrics.student_grad_norm = float(nn.utils.clip_grad_norm_(self.theta, clip))
+        metrics.student_grad_norm = float(whole(nn.utils.clip_grad_norm_(self.theta, clip)))
         metrics.composer_grad_norm = float(nn.utils.clip_grad_norm_(self.phi, clip))
         norms = metrics.student_grad_norm + metrics.composer_grad_norm
         if not math.isfinite(metrics.loss) or not math.isfinite(norms):

@@ -28,8 +28,10 @@ from lopd_fast.composer import Composer
 from lopd_fast.config import Config, load_config
 from lopd_fast.envs.base import Environment, Message, StepResult, Task
 from lopd_fast.prefix_tree import Packed, pack
+from lopd_fast.processes import World
 from lopd_fast.render import Renderer
 from lopd_fast.rollout.hf import HFRollout
+from lopd_fast.rollout.shared import SharedRollout
 from lopd_fast.student import Student
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # 0, 1, 2, as in SmolLM2
@@ -160,7 +162,12 @@ def experiences(count: int = 4) -> list[Experience]:
 
 
 def parts(
-    *words: str, kind: str = "llama", tie: bool = True, environment: Environment | None = None, bank: int = 4
+    *words: str,
+    kind: str = "llama",
+    tie: bool = True,
+    environment: Environment | None = None,
+    bank: int = 4,
+    world: World | None = None,
 ) -> Parts:
     """The parts of a run, as `lopd_fast.build.build` would make them, with `bank` experiences to start from."""
     settings = config(*words)
@@ -172,8 +179,18 @@ def parts(
     store = ExperienceBank(HashEncoder())
     store.add(experiences(bank))
     engine = HFRollout(renderer, settings.rollout)
+    if world is not None and world.launched:
+        engine = SharedRollout(renderer, settings.rollout, world)
     return Parts(
-        settings, backbone, renderer, student, composer, store, engine, environment or ParityEnvironment()
+        settings,
+        backbone,
+        renderer,
+        student,
+        composer,
+        store,
+        engine,
+        environment or ParityEnvironment(),
+        world or World(),
     )
 
 

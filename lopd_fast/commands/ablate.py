@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lopd_fast.commands import user_errors
+from lopd_fast.commands import alone, user_errors
 
 if TYPE_CHECKING:
     from lopd_fast.config import Config
@@ -47,6 +47,7 @@ def run(
     from lopd_fast.console import Stages
     from lopd_fast.errors import UserError
 
+    alone("ablate")
     names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:

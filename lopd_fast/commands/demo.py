@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lopd_fast.commands import user_errors
+from lopd_fast.commands import alone, user_errors
 
 
 @user_errors()
@@ -20,4 +20,5 @@ def run(
     """Teach SmolLM2-135M the house conventions of companies from its own experience, end to end."""
     from lopd_fast.demo.show import demo
 
+    alone("demo")
     demo(out, seed=seed, resume=resume, overrides=overrides or [])

@@ -20,18 +20,23 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Train a student with LOPD: explore, cold start, distil, evaluate."""
+    from rich.console import Console
+
     from lopd_fast.build import build
     from lopd_fast.config import load_config
     from lopd_fast.console import Stages
     from lopd_fast.liger import uses_liger
     from lopd_fast.pipeline import Pipeline
     from lopd_fast.plan.make import refuse_too_large
+    from lopd_fast.processes import leave, start
     from lopd_fast.runs import Stopped
 
     settings = load_config(config, overrides or [])
-    refuse_too_large(settings)
-    stages = Stages()
-    parts = build(settings)
+    world = start(settings.model.device)
+    if world.size == 1 or not (settings.model.shard or settings.student.mode == "full"):
+        refuse_too_large(settings)  # the plan is that of a process that holds everything
+    stages = Stages(None if world.first else Console(quiet=True))
+    parts = build(settings, world)
     if uses_liger(parts.backbone.model):
         stages.say(
             "RMSNorm, rotary embedding and SwiGLU run on Liger's kernels (model.liger_kernels=false: on torch's)."
@@ -47,8 +52,12 @@ def run(
         stages.say(
             f"Stopped and saved. Go on with the same command and --resume (run folder: {settings.train.out})."
         )
+        leave()
         raise typer.Exit(130) from None
     student = pipeline.finish("LOPD")
+    leave()
+    if not world.first:
+        return
     before, after = pipeline.rate("student_before_greedy"), pipeline.rate("student_after_greedy")
     stages.say(
         f"Held-out pass rate, greedy: {before:.2f} before, {after:.2f} after. The student is in {student}."

@@ -36,6 +36,7 @@ class Running:
     seed: int  # of the whole call
     turns: int = 0
     order: int = 0
+    own_seed: int | None = None  # of its own draws, whatever is sampled beside it
 
     @property
     def ids(self) -> list[int]:
@@ -75,10 +76,12 @@ class Episodes(ABC):
         seed: int,
         latents: Sequence[Tensor] | None = None,
         progress: Progress | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """One episode of every task, in the order of `tasks`; `latents[b]` (L_b, H) condition episode b.
 
-        Sampling draws from `seed` alone and leaves the global generator as it was.
+        Sampling draws from `seed` alone and leaves the global generator as it was. With `seeds`, episode b draws from
+        `seeds[b]` instead, whatever else is sampled beside it.
         """
         running = []
         for order, task in enumerate(tasks):
@@ -87,6 +90,7 @@ class Episodes(ABC):
             prompt, slot = self.renderer.prompt(episode.messages, 0 if given is None else given.shape[0])
             rollout = Rollout(task, [dict(message) for message in episode.messages], [], [], 0.0)
             running.append(Running(episode, rollout, prompt, slot, given, seed, order=order))
+            running[-1].own_seed = None if seeds is None else seeds[order]
         finished: list[Running] = []
         with self._sampling(model, seed):
             while running:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from lopd_fast.backbone import Backbone
 from lopd_fast.rollout.episodes import Episodes, Running
-from lopd_fast.rollout.sampling import NucleusOfTopK, Sampling
+from lopd_fast.rollout.sampling import NucleusOfTopK, OwnDraws, Sampling
 from lopd_fast.student import Student
 from lopd_fast.teacher import splice
 
@@ -26,8 +26,8 @@ class HFRollout(Episodes):
     @contextmanager
     def base(self, backbone: Backbone) -> Iterator[PreTrainedModel]:
         """The backbone itself, its adapters off."""
-        with backbone.role("teacher"):
-            yield backbone.model
+        with backbone.policy() as model:
+            yield model
 
     @contextmanager
     def _sampling(self, model: PreTrainedModel, seed: int) -> Iterator[None]:
@@ -52,8 +52,10 @@ class HFRollout(Episodes):
                 first = row * longest + padding + item.slot
                 slots += range(first, first + item.latents.shape[0])
         ids, mask = ids.to(model.device), mask.to(model.device)
+        own = [(item.own_seed, len(item.rollout.response_ids)) for item in batch if item.own_seed is not None]
+        draws = OwnDraws(own, ids.device) if own else None
         settings = GenerationConfig(
-            do_sample=sampling.temperature > 0,
+            do_sample=sampling.temperature > 0 and draws is None,
             max_new_tokens=budget,
             pad_token_id=self.renderer.pad_id,
             eos_token_id=sorted(self._end_ids),
@@ -61,7 +63,7 @@ class HFRollout(Episodes):
             top_p=None,
             temperature=None,
         )
-        processors = LogitsProcessorList([NucleusOfTopK(sampling)] if sampling.temperature > 0 else [])
+        processors = LogitsProcessorList([NucleusOfTopK(sampling, draws)] if sampling.temperature > 0 else [])
         if slots:
             latents = torch.cat([item.latents for item in batch if item.latents is not None])
             embeddings = splice(
