@@ -82,7 +82,7 @@ def test_text_that_looks_like_something_else_is_text(tmp_path: Path):
         ("train.step=3", "Unknown key 'train.step' in the command line; did you mean 'train.steps'?"),
         ("trian.steps=3", "Unknown key 'trian' in the command line; did you mean 'train'?"),
         ("student.lora.ranks=3", "did you mean 'student.lora.rank'?"),
-        ("cold_start.optim.learning=3", "known here: lr, encoder_lr, qformer_lr,"),
+        ("cold_start.optim.learning=3", "known here: kind, lr, encoder_lr,"),
         ("objective.zzzz=3", "known here: margin, dual_lr,"),
         ("=3", "Unknown key '' in the command line"),
         ("train..steps=3", "Unknown key 'train.'"),
