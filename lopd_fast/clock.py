@@ -23,12 +23,14 @@ class StepClock:
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = time.perf_counter()
+        self.latest = ""  # the phase that was entered last
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what happens inside towards `name`; phases do not nest."""
+        self.latest = name
         if self._cuda is None:
             started = time.perf_counter()
             yield

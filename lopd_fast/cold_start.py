@@ -20,6 +20,7 @@ from lopd_fast.batch import Rollout
 from lopd_fast.composer import Composer
 from lopd_fast.config import ColdStartConfig, RetrievalConfig
 from lopd_fast.errors import UserError
+from lopd_fast.memory_advice import advice, learning_advice, memory_told
 from lopd_fast.optimizers import composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import micro_batches, pack_step
 from lopd_fast.processes import World
@@ -66,6 +67,7 @@ class ColdStart:
         self.world = world or World()
         self.step = 0
         self.seed = seed
+        self._micro_batch: Sequence[Rollout] | None = None  # at work, for a message
         self.micro_batch_tokens = micro_batch_tokens
         tasks = [rollout.task for rollout in trajectories]
         found = retrieve(bank, tasks, retrieval, seed=seed)
@@ -81,7 +83,15 @@ class ColdStart:
         ]
 
     def run_step(self) -> ColdStartMetrics:
-        """One step on a random batch; a non-finite loss or gradient skips it."""
+        """One step on a random batch; a non-finite loss or gradient skips it.
+
+        Raises:
+            UserError: memory ran out; before the optimiser that leaves everything as it was ahead of the step.
+        """
+        with memory_told(self.out_of_memory):
+            return self._run_step()
+
+    def _run_step(self) -> ColdStartMetrics:
         started = time.perf_counter()
         groups = [rollout.task.group for rollout, _ in self.examples]
         chosen = draw_evenly(groups, self.config.batch_size, self.seed * 1_000_003 + self.step)
@@ -110,6 +120,7 @@ class ColdStart:
         groups += [[]] * (lockstep.turns(len(groups)) - len(groups))
         losses = []
         for group in groups:
+            self._micro_batch = group
             share = sum(sum(rollout.student_mask) for rollout in group) / sum(tokens)
             loss = share * trajectory_nll(
                 self.backbone,
@@ -119,9 +130,18 @@ class ColdStart:
             )
             lockstep.join(loss).backward()
             losses.append(loss.detach())
+        self._micro_batch = None
         self.world.sum_gradients(self.parameters)
         losses = losses or [torch.zeros((), device=self.backbone.device)]
         return float(self.world.sum(torch.stack(losses).sum()))
+
+    def out_of_memory(self) -> UserError:
+        """What a step says that had too little memory; it leaves no gradient behind."""
+        self.optimizer.zero_grad(set_to_none=True)
+        where = f"cold-start step {self.step + 1}"
+        if self._micro_batch is None:
+            return advice(f"the optimizer of {where}", [], "set cold_start.optim.kind=adamw8bit")
+        return learning_advice(where, self._micro_batch, self.backbone, self.micro_batch_tokens)
 
 
 def trajectory_nll(

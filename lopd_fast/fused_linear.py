@@ -21,6 +21,7 @@ from lopd_fast.fused_tiles import tile_columns
 from lopd_fast.loss_backend import chunk_of
 from lopd_fast.loss_checks import Rows
 from lopd_fast.loss_rows import LossOptions, RowOutputs, concatenate, gradient_parts
+from lopd_fast.out_of_memory import chunk_sizes_told
 from lopd_fast.scratch import is_host, scratch
 
 # What a chunk may hold: the logits of its sides and, on a device, their gradients. On a CPU it holds no more than the
@@ -173,7 +174,10 @@ def _chunk_loop(
     parts = []
     kind, width, columns = _kind(heads, rows, options), options.shard.width, tile_columns(step, heads)
     of_tile = step if held < count else 0
-    with scratch(rows.weight, (held * step, width), (of_tile, columns)) as (logits, tile):
+    with (
+        chunk_sizes_told(rows.count, options.shard.total, step),
+        scratch(rows.weight, (held * step, width), (of_tile, columns)) as (logits, tile),
+    ):
         gradients = logits if kind is None else torch.empty_like(logits, dtype=kind)
         for start in range(0, max(rows.count, 1), step):
             part = slice(start, min(start + step, rows.count))

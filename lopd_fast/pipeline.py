@@ -17,6 +17,7 @@ from lopd_fast.envs.base import Task, check_tasks
 from lopd_fast.errors import UserError
 from lopd_fast.evaluation import pass_rate, teacher_gap, teacher_rollouts
 from lopd_fast.explore import successful
+from lopd_fast.memory_advice import memory_told, sampling_advice
 from lopd_fast.retrieval import retrieve
 from lopd_fast.rollout.sampling import GREEDY, Sampling
 from lopd_fast.runs import Run
@@ -102,7 +103,10 @@ class Pipeline:
         )
         if explore.seeds:
             self.run.seed(tasks[: explore.seeds])
-        with self.stages.stage("explore: the base's own successes", explore.tasks) as stage:
+        with (
+            self.stages.stage("explore: the base's own successes", explore.tasks) as stage,
+            memory_told(lambda: self._sampling_advice("explore")),
+        ):
             found = self.run.explore(tasks[explore.seeds :], progress=stage.advance)
         self.results.put("seed_demonstrations", explore.seeds)
         self.results.put("own_successes", found)
@@ -212,7 +216,10 @@ class Pipeline:
         if name in self.results.values:
             return
         started = time.perf_counter()
-        with self.stages.stage(f"evaluate {name.replace('_', ' ')}", len(self.heldout)) as stage:
+        with (
+            self.stages.stage(f"evaluate {name.replace('_', ' ')}", len(self.heldout)) as stage,
+            memory_told(lambda: self._sampling_advice("an evaluation")),
+        ):
             rollouts = roll(stage.advance)
         groups = sorted({task.group for task in self.heldout})
         self.results.put(
@@ -225,6 +232,9 @@ class Pipeline:
             },
         )
         self._took("evaluate", started)
+
+    def _sampling_advice(self, where: str) -> UserError:
+        return sampling_advice(where, self.parts.backbone, self.config.rollout.batch_size)
 
     def rate(self, name: str) -> float:
         """The pass rate of evaluation `name`."""

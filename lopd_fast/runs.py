@@ -337,7 +337,8 @@ def _saved_config(path: Path) -> dict[str, Any]:
 
 
 def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    """Refuse to resume with another configuration; how long to train, how often to save and what is sharded may."""
+    """Refuse to resume with another configuration; how long to train, how often to save, what is
+    sharded and what memory is saved by may."""
     free = {
         ("train", "steps"),
         ("train", "checkpoint_every"),
@@ -345,7 +346,11 @@ def _check_same(saved: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         ("train", "out"),
         ("train", "trackers"),
         ("train", "wandb_project"),
+        ("train", "micro_batch_tokens"),
+        ("rollout", "batch_size"),
         ("model", "shard"),
+        ("model", "gradient_checkpointing"),
+        ("model", "activation_offload"),
     }
     for section, values in now.items():
         for key, value in values.items():

@@ -20,8 +20,10 @@ from lopd_fast.build import Parts
 from lopd_fast.checkpoint import optimizer_tensors, restore_optimizer
 from lopd_fast.clock import StepClock
 from lopd_fast.envs.base import Task
+from lopd_fast.errors import UserError
 from lopd_fast.explore import experience_of, successful
 from lopd_fast.losses import TopKTailKL, fused_linear_topk_tail_kl
+from lopd_fast.memory_advice import advice, learning_advice, memory_told, sampling_advice
 from lopd_fast.monitors import Monitors, rewards_by_group
 from lopd_fast.objective import anchor_sum, dual_update
 from lopd_fast.optimizers import adamw, composer_optimizer, optimizer_step, schedule_factor
@@ -88,6 +90,7 @@ class Trainer:
         self.step = 0
         self.beta = self.config.objective.beta_init
         self.skipped = 0
+        self._micro_batch: Sequence[Rollout] = ()  # at work, for a message
         self.clock = StepClock(parts.backbone.device)
         self.monitors = Monitors(parts, self.say)
         self.theta = [parameter for _, parameter in parts.student.trainable()]
@@ -98,7 +101,15 @@ class Trainer:
         self.phi_optimizer = composer_optimizer(parts.composer, optim)
 
     def run_step(self) -> StepMetrics:
-        """One step; raises nothing for a non-finite loss or gradient: the step is skipped, counted and said."""
+        """One step; raises nothing for a non-finite loss or gradient: the step is skipped, counted and said.
+
+        Raises:
+            UserError: memory ran out; before the optimisers that leaves everything as it was ahead of the step.
+        """
+        with memory_told(self.out_of_memory):
+            return self._run_step()
+
+    def _run_step(self) -> StepMetrics:
         self.clock = StepClock(self.parts.backbone.device)
         with self.clock.phase("rollout"):
             rollouts = self.sample()
@@ -166,6 +177,7 @@ class Trainer:
         num_latents = sum(len(rollout.experiences) for rollout in rollouts) * num_queries
         totals = _Totals.zeros(self.parts.backbone.device)
         for group in self._micro_batches(rollouts):
+            self._micro_batch = group
             with self.clock.phase("compose"):
                 latents, anchors = self._latents(group)
             counts = [latent.shape[0] for latent in latents]
@@ -187,6 +199,21 @@ class Trainer:
             self.parts.world.sum_gradients([*self.theta, *self.phi])  # sharded ones are summed already
         totals.loss += self.beta * config.objective.margin  # the constant of beta (m - Delta)
         return totals
+
+    def out_of_memory(self) -> UserError:
+        """What a step says that had too little memory; it leaves no gradient behind."""
+        config, backbone, phase = self.config, self.parts.backbone, self.clock.latest
+        self._zero_gradients()
+        where = f"{phase} of step {self.step + 1}"
+        if phase == "optimizers":
+            return advice(where, [], "set student.mode=lora or optim.kind=adamw8bit")
+        if phase == "monitors":
+            return advice(
+                where, ["lower train.micro_batch_tokens or rollout.batch_size", "set monitor.gap_every=0"]
+            )
+        if phase == "rollout":
+            return sampling_advice(where, backbone, config.rollout.batch_size)
+        return learning_advice(where, self._micro_batch, backbone, config.train.micro_batch_tokens)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Optimiser states, for a checkpoint."""
@@ -319,9 +346,12 @@ class Trainer:
         return metrics
 
     def _finish(self) -> None:
+        self._zero_gradients()
+        self.step += 1
+
+    def _zero_gradients(self) -> None:
         self.theta_optimizer.zero_grad(set_to_none=True)
         self.phi_optimizer.zero_grad(set_to_none=True)
-        self.step += 1
 
     def _metrics(self, rollouts: Sequence[Rollout], tokens: int, divergence: str) -> StepMetrics:
         count = max(1, len(rollouts))

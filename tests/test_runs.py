@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from lopd_fast import backbone, checkpoint, runs, trainer
+from lopd_fast import backbone, checkpoint, cold_start, runs, trainer
 from lopd_fast import build as building
 from lopd_fast.bank import Experience
 from lopd_fast.build import build, build_environment
@@ -265,6 +266,28 @@ def test_a_full_disk_costs_no_step_while_the_run_goes_on(
     full.clear()
     go(out, resume=True)  # all over again, from the last step that could be saved
     assert_same_outcome(outcome(out), outcome(whole))
+
+
+def test_a_run_that_had_too_little_memory_goes_on_from_its_last_checkpoint(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In step 3 of each stage, saved after 2; the settings that the message names may change as it goes on."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for stage, owner, name, step in (
+        ("cold_start", cold_start, "linear_nll", 2),
+        ("distil", trainer, "teacher_hidden", 6),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match="^Out of memory in .*step 3 "):
+            go(tmp_path, at(stage, 2, partial(patched.setattr, owner, name, fail)), resume=step > 2)
+        assert (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").is_file()
+    lower = ["train.micro_batch_tokens=64", "rollout.batch_size=2", "model.gradient_checkpointing=true"]
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert run_in(tmp_path / "copy", *lower).open(resume=True)
+    go(tmp_path, resume=True)
+    assert_same_outcome(outcome(tmp_path), outcome(whole))
 
 
 def test_a_stop_in_the_last_cold_start_step_is_not_lost(tmp_path: Path):
