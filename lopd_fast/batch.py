@@ -80,29 +80,29 @@ class StepBatch:
 
 @dataclass
 class StepMetrics:
-    """What one step reports; means are over supervised tokens unless named otherwise."""
+    """What one step reports; means are over supervised tokens unless named otherwise; NaN: not measured."""
 
     step: int
-    loss: float
-    kl: float  # D, nats
-    delta: float  # Delta = mean of A_n delta_n, to be held against the margin
     beta: float  # the dual variable used in this step
     reward: float
-    anchor: float
-    student_mass: float
-    teacher_mass: float
-    entropy: float  # of the student's sampled-token estimate, nats
-    student_grad_norm: float
-    composer_grad_norm: float
     tokens: int
     response_tokens: float  # mean per rollout
     divergence: str
-    seconds: float
+    loss: float = math.nan
+    kl: float = math.nan  # D, nats
+    delta: float = math.nan  # Delta = mean of A_n delta_n, to be held against the margin
+    anchor: float = math.nan
+    student_mass: float = math.nan
+    teacher_mass: float = math.nan
+    entropy: float = math.nan  # of the student's sampled-token estimate, nats
+    student_grad_norm: float = math.nan
+    composer_grad_norm: float = math.nan
+    seconds: float = 0.0
     skipped: bool = False
     bank_size: int = 0
     dropped: int = 0  # rollouts that were too long with the teacher's prompt, or empty
     group_rewards: dict[str, float] = field(default_factory=dict)  # mean reward by group of tasks
-    teacher_gap: float = math.nan  # KL(z+ || z-), see monitors.py; NaN here and below: not measured
+    teacher_gap: float = math.nan  # KL(z+ || z-), see monitors.py
     teacher_reward: float = math.nan
     reward_gap: float = math.nan  # teacher's less student's, on the same tasks
     tokens_per_second: float = 0.0  # `tokens` over the whole step's time

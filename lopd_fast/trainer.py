@@ -7,9 +7,7 @@ Both gradients are taken at the same (theta, phi), so one teacher pass serves bo
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,51 +26,14 @@ from lopd_fast.monitors import Monitors, rewards_by_group
 from lopd_fast.objective import anchor_sum, dual_update
 from lopd_fast.optimizers import adamw, composer_optimizer, optimizer_step, schedule_factor
 from lopd_fast.pack import fitting, micro_batches, pack_step
-from lopd_fast.processes import World
 from lopd_fast.retrieval import retrieve
 from lopd_fast.rollout.sampling import Sampling
 from lopd_fast.sharding import optimizer_parts, whole
+from lopd_fast.step_totals import StepTotals
+from lopd_fast.task_order import tasks_of_step
 from lopd_fast.teacher import teacher_hidden
 
 LOW_TEACHER_MASS = 0.5
-
-
-@dataclass
-class _Totals:
-    """Sums over the micro-batches of a step, on the device until they are read once."""
-
-    loss: Tensor
-    kl: Tensor
-    delta: Tensor
-    anchor: Tensor
-    student_mass: Tensor
-    teacher_mass: Tensor
-    surprise: Tensor
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> "_Totals":
-        return cls(*torch.zeros(7, device=device).unbind())
-
-    def over(self, world: World) -> "_Totals":
-        """The sums over all processes."""
-        return _Totals(*world.sum(torch.stack(list(vars(self).values()))).unbind())
-
-
-def spread_groups(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """The tasks in random order, each group's spread evenly over it.
-
-    A step that holds more of one group than of another moves the student towards that group's answers, and the next
-    step back: noise on what tells the groups apart.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = [tasks[index] for index in torch.randperm(len(tasks), generator=generator).tolist()]
-    sizes = Counter(task.group for task in tasks)
-    seen: Counter[str] = Counter()
-    places = []
-    for task in shuffled:
-        places.append((seen[task.group] + 0.5) / sizes[task.group])
-        seen[task.group] += 1
-    return [shuffled[index] for index in sorted(range(len(tasks)), key=lambda index: places[index])]
 
 
 class Trainer:
@@ -135,7 +96,8 @@ class Trainer:
     def sample(self) -> list[Rollout]:
         """This step's rollouts by the student from the tasks alone, with the experiences retrieved for each."""
         train = self.config.train
-        tasks = [task for task in self._tasks_of(self.step) for _ in range(train.rollouts_per_task)]
+        chosen = tasks_of_step(self.tasks, self.step, train.tasks_per_step, train.seed)
+        tasks = [task for task in chosen for _ in range(train.rollouts_per_task)]
         with self.parts.engine.policy(self.parts.student) as model:
             rollouts = self.parts.engine.rollouts(
                 model,
@@ -162,11 +124,11 @@ class Trainer:
             return self._skip(metrics, "no rollout of this step holds a token to learn from")
         totals = self.backward(kept)
         with self.clock.phase("optimizers"):
-            self._read(totals, metrics, tokens)
+            totals.read_into(metrics, tokens)
             self._step_optimizers(metrics)
         return metrics
 
-    def backward(self, rollouts: Sequence[Rollout]) -> _Totals:
+    def backward(self, rollouts: Sequence[Rollout]) -> StepTotals:
         """Accumulate the gradients of the whole objective over micro-batches; denominators are the step's own.
 
         Each process takes its share of the step's rollouts; gradients and totals are then the sums over all.
@@ -175,7 +137,7 @@ class Trainer:
         num_items = sum(sum(rollout.student_mask) for rollout in rollouts)
         num_queries = config.composer.num_queries if config.objective.use_latents else 0
         num_latents = sum(len(rollout.experiences) for rollout in rollouts) * num_queries
-        totals = _Totals.zeros(self.parts.backbone.device)
+        totals = StepTotals.zeros(self.parts.backbone.device)
         for group in self._micro_batches(rollouts):
             self._micro_batch = group
             with self.clock.phase("compose"):
@@ -193,7 +155,7 @@ class Trainer:
                 totals.anchor += distance.detach()
             with self.clock.phase("backward"):
                 self.parts.lockstep.join(loss).backward()
-            self._add(totals, result, batch, loss)
+            totals.add(result, batch, loss)
         with self.clock.phase("backward"):
             totals = totals.over(self.parts.world)
             self.parts.world.sum_gradients([*self.theta, *self.phi])  # sharded ones are summed already
@@ -301,15 +263,6 @@ class Trainer:
         kept = fitting(rollouts, counts, self.parts.renderer, self.config.rollout.max_tokens)
         return [rollouts[index] for index in kept]
 
-    def _tasks_of(self, step: int) -> list[Task]:
-        """Tasks of a step: the task list in a new order for every pass over it, from the seed alone."""
-        count = self.config.train.tasks_per_step
-        chosen = []
-        for position in range(step * count, (step + 1) * count):
-            epoch, offset = divmod(position, len(self.tasks))
-            chosen.append(spread_groups(self.tasks, self.config.train.seed * 1_000_003 + epoch)[offset])
-        return chosen
-
     def _step_optimizers(self, metrics: StepMetrics) -> None:
         """Clip, check, step, update beta; or skip the step."""
         clip = self.config.optim.clip
@@ -355,44 +308,12 @@ class Trainer:
 
     def _metrics(self, rollouts: Sequence[Rollout], tokens: int, divergence: str) -> StepMetrics:
         count = max(1, len(rollouts))
-        nan = math.nan
         return StepMetrics(
             step=self.step + 1,
-            loss=nan,
-            kl=nan,
-            delta=nan,
             beta=self.beta,
             reward=sum(rollout.reward for rollout in rollouts) / count,
-            anchor=nan,
-            student_mass=nan,
-            teacher_mass=nan,
-            entropy=nan,
-            student_grad_norm=nan,
-            composer_grad_norm=nan,
             tokens=tokens,
             response_tokens=sum(len(rollout.response_ids) for rollout in rollouts) / count,
             divergence=divergence,
-            seconds=0.0,
             group_rewards=rewards_by_group(rollouts),
         )
-
-    @staticmethod
-    def _add(totals: _Totals, result: TopKTailKL, batch: StepBatch, loss: Tensor) -> None:
-        assert result.privilege is not None and result.student_logprob is not None
-        totals.loss += loss.detach()
-        totals.kl += result.kl.sum()
-        totals.delta += (batch.advantages * result.privilege).sum()
-        totals.student_mass += result.student_mass.sum()
-        totals.teacher_mass += result.teacher_mass.sum()
-        totals.surprise -= result.student_logprob.sum()
-
-    @staticmethod
-    def _read(totals: _Totals, metrics: StepMetrics, tokens: int) -> None:
-        """The one copy of a step's numbers to the host."""
-        sums = (
-            torch.stack([totals.kl, totals.delta, totals.student_mass, totals.teacher_mass, totals.surprise])
-            / tokens
-        )
-        values = torch.cat([torch.stack([totals.loss, totals.anchor]), sums]).tolist()
-        metrics.loss, metrics.anchor, metrics.kl, metrics.delta = values[:4]
-        metrics.student_mass, metrics.teacher_mass, metrics.entropy = values[4:]

@@ -36,7 +36,7 @@ from lopd_fast.pipeline import Pipeline, Results
 from lopd_fast.retrieval import retrieve
 from lopd_fast.rollout.hf import HFRollout
 from lopd_fast.runs import Run, StepHook, Stopped
-from lopd_fast.trainer import Trainer, spread_groups
+from lopd_fast.trainer import Trainer
 from lopd_fast.trajectories import load_trajectories, save_trajectories
 
 # Everything that depends on the step or on what came before is in use.
@@ -436,29 +436,6 @@ def test_seeds_that_cannot_be_and_attempts_that_all_fail_are_said(tmp_path: Path
 
 
 # --- tasks of a step ---------------------------------------------------------------------------------------------
-
-
-def test_every_pass_over_the_tasks_has_each_once_in_an_order_of_its_own():
-    parts = tiny.parts("train.tasks_per_step=2")
-    tasks = parts.environment.tasks("train", 5, 0)
-    trainer = Trainer(parts, tasks)
-    order = [task.id for step in range(5) for task in trainer._tasks_of(step)]
-    assert sorted(order[:5]) == sorted(order[5:]) == sorted(task.id for task in tasks)
-    assert order[:5] != order[5:]
-    assert order == [task.id for step in range(5) for task in Trainer(parts, tasks)._tasks_of(step)]
-
-
-def test_steps_hold_the_groups_as_all_the_tasks_do():
-    """Two of group a to one of b in the whole, and so in every three; which, and in which order, is random."""
-    tasks = [Task(str(number), "x", "b" if number % 3 == 0 else "a") for number in range(18)]
-    orders = [spread_groups(tasks, seed) for seed in range(20)]
-    for order in orders:
-        assert sorted(task.id for task in order) == sorted(task.id for task in tasks)
-        for start in range(0, 18, 3):
-            assert [task.group for task in order[start : start + 3]].count("a") == 2
-    assert len({order[0].id for order in orders}) > 5 and orders[3] == spread_groups(tasks, 3)
-    alone = [Task(str(number), "x", "a") for number in range(18)]
-    assert len({spread_groups(alone, seed)[0].id for seed in range(20)}) > 5
 
 
 def test_a_step_samples_every_task_as_often_as_asked():
