@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from lopd_fast.activation_offload import check_offload, offloaded
 from lopd_fast.config import LoraConfig, ModelConfig
 from lopd_fast.errors import UserError
+from lopd_fast.file_mode import take_mode
 from lopd_fast.liger import use_liger, uses_liger
 from lopd_fast.lockstep import Lockstep
 from lopd_fast.packed_forward import packed_hidden, packing_of
@@ -282,6 +283,7 @@ class Backbone(nn.Module):
         state = {f"base_model.model.{key}": value for key, value in self.adapter_state(name).items()}
         save_file({key: value.cpu().contiguous() for key, value in state.items()}, folder / ADAPTER_FILE)
         self.model.peft_config[name].save_pretrained(str(folder))  # pyright: ignore
+        take_mode([folder / ADAPTER_FILE], folder / "adapter_config.json")
 
     def merged_state(self, name: str | None) -> Iterator[tuple[str, Tensor]]:
         """(name, weight) of the plain model, with adapter `name` added into its projections, one at a time."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from lopd_fast.errors import UserError
 from lopd_fast.experience import Experience, read_experiences
+from lopd_fast.file_mode import take_mode
 
 HEADER = "bank.json"
 _FORMAT = 1
@@ -52,6 +53,7 @@ def write_bank(folder: str | Path, stored: StoredBank) -> None:
         for experience in stored.experiences:
             file.write(json.dumps(asdict(experience), ensure_ascii=False) + "\n")
     save_file({"embeddings": stored.embeddings, "probe": stored.probe}, embeddings_path)
+    take_mode([embeddings_path], entries_path)
     temporary = folder / f"{HEADER}.tmp"
     temporary.write_text(json.dumps(header, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for path in (entries_path, embeddings_path, temporary):

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lopd_fast.errors import UserError
+from lopd_fast.file_mode import take_mode
 from lopd_fast.optimizer_state import optimizer_tensors, restore_optimizer
 
 __all__ = [
@@ -165,6 +166,7 @@ def _write(
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     (folder / STATE).write_text(json.dumps({**document, "files": sizes}) + "\n", encoding="utf-8")
+    take_mode(folder.glob("*.safetensors"), folder / STATE)
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 

@@ -13,6 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 LINE_EVERY = 15.0  # seconds between progress lines where there is no terminal
@@ -37,7 +38,7 @@ class Stage:
             self._said = now
             left = (now - self._started) / max(1, self.done) * (self.total - self.done)
             self.console.print(
-                f"  {self.name}: {self.done}/{self.total}, about {left:.0f} s left  {note}", highlight=False
+                Text(f"  {self.name}: {self.done}/{self.total}, about {left:.0f} s left  {note}")
             )
 
 
@@ -55,20 +56,20 @@ class Stages:
         started = time.perf_counter()
         if self.console.is_terminal:
             columns = (
-                TextColumn("  {task.description}"),
+                TextColumn("  {task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
             )
             with Progress(*columns, console=self.console, transient=True) as bar:
                 yield Stage(self.console, name, total, bar)
         else:
             yield Stage(self.console, name, total, None)
-        self.say(f"[bold]{name}[/bold] ({time.perf_counter() - started:.0f} s)")
+        self.say(f" ({time.perf_counter() - started:.0f} s)", title=name)
 
-    def say(self, text: str) -> None:
-        """One line for a person."""
-        self.console.print(text, highlight=False)
+    def say(self, text: str, title: str = "") -> None:
+        """One line for a person, after a bold `title`; both as they are, a folder named [red] too."""
+        self.console.print(Text.assemble((title, "bold"), text))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lopd_fast.backbone import Backbone, Head, checkpoint_layers, copy_weights, head_of, plain_copy
 from lopd_fast.batch import Side
 from lopd_fast.config import StudentConfig
+from lopd_fast.file_mode import take_mode
 from lopd_fast.lockstep import Lockstep
 from lopd_fast.packed_forward import packed_hidden
 from lopd_fast.sharding import Body, shard_learning, whole
@@ -102,6 +103,7 @@ class Student:
             model = plain_copy(self.backbone.model, self._whole_state)
         if write:
             model.save_pretrained(folder)
+            take_mode(folder.glob("*.safetensors"), folder / "config.json")
             tokenizer.save_pretrained(folder)
 
     def _whole_state(self) -> Iterator[tuple[str, Tensor]]:

@@ -191,6 +191,11 @@ def test_mistakes_are_one_line_and_exit_code_2(rollouts: Path, built: tuple[Path
     assert "no bank at" in error_of(run("stats", out))
     assert "no bank at" in error_of(run("search", out, "task"))
     assert "task is empty" in error_of(run("search", built[0], " "))
+    latin = b"caf\xe9".decode(errors="surrogateescape")  # as Python reads such a command line
+    for words in ((latin,), ("task", "--group", latin)):
+        assert "is not valid UTF-8: give the task" in error_of(run("search", built[0], *words))
+    (tmp_path / "empty.jsonl").touch()
+    assert "empty.jsonl is empty: give" in error_of(run("build", tmp_path / "empty.jsonl", "--out", out))
 
 
 def test_files_that_cannot_be_opened_are_user_errors_and_bugs_are_not(capsys: pytest.CaptureFixture[str]):

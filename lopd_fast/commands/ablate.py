@@ -58,7 +58,7 @@ def run(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for seed in (int(word) for word in seeds.split(",")):
         for name in names:
-            stages.say(f"\n[bold]{name}, seed {seed}[/bold]")
+            stages.say("", title=f"\n{name}, seed {seed}")
             folder = out / f"{name.replace(' ', '-')}-{seed}"
             words = [f"train.seed={seed}", *(overrides or [])]
             if name not in OWN_START and not folder.is_dir():

@@ -64,6 +64,8 @@ def build(
     if (out / HEADER).exists() and not overwrite:
         raise UserError(f"{out} already holds a bank: give another folder, or --overwrite to replace it.")
     size = rollouts.stat().st_size if rollouts.is_file() else 0
+    if rollouts.is_file() and not size:
+        raise UserError(f"{rollouts} is empty: give a JSON-lines file with a rollout on each line.")
     with _progress() as progress:
         reading = progress.add_task("reading", total=size)
         experiences = list(
@@ -120,6 +122,11 @@ def search(
     """Show the experiences that a task would be given."""
     if not task.strip():
         raise UserError("the task is empty: give the text of a task.")
+    for text in (task, *(group or ())):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line that were no UTF-8
+            raise UserError(f"{text!r} is not valid UTF-8: give the task and its groups in UTF-8.") from None
     _quiet_weight_loading()
     bank = ExperienceBank.load(folder, encoder, device=device, trust_remote_code=trust_remote_code)
     known = sorted({entry.group for entry in bank.experiences})

@@ -33,6 +33,7 @@ def run(
     """Print peak memory by phase and part, what fits, and an estimated time; exit with 1 if the run does not fit."""
     import torch
     from rich.console import Console
+    from rich.text import Text
 
     from lopd_fast.backbone import pick_device, pick_dtype
     from lopd_fast.config import load_config
@@ -51,7 +52,7 @@ def run(
     else:
         console = Console()
         console.print(_table(plan))
-        console.print(f"{_summary(plan)}\n{'This run fits.' if plan.fits else advice(plan)}", highlight=False)
+        console.print(Text(f"{_summary(plan)}\n{'This run fits.' if plan.fits else advice(plan)}"))
     raise typer.Exit(0 if plan.fits else 1)
 
 

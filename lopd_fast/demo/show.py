@@ -25,9 +25,7 @@ def demo(out: Path, *, seed: int, resume: bool, overrides: Sequence[str] = ()) -
     """Run the demo into `out`; the last line printed is the next command to try."""
     started = time.perf_counter()
     stages = Stages()
-    stages.say(
-        "[bold]lopd-fast demo[/bold]: SmolLM2-135M learns which table of a company's database to trust."
-    )
+    stages.say(": SmolLM2-135M learns which table of a company's database to trust.", title="lopd-fast demo")
     with stages.stage("prepare the model", 1) as stage:
         model = smollm_folder()
         stage.advance()
