@@ -61,7 +61,7 @@ class GradFilter:
         left, taken, row_taken, active = out.new_zeros(rows), out.new_zeros(()), torch.zeros_like(out[0]), 0
         # Written over by every step: fresh memory costs a CPU more than the gather itself.
         step = max(1, min(WEIGHT_ROWS, width // 2))
-        parts, gathered = out.new_empty(rows * step), head.weight.new_empty(step, head.weight.shape[1])
+        parts, gathered = values.new_empty(rows * step), head.weight.new_empty(step, head.weight.shape[1])
         for piece in pieces:  # each is gathered while what was summed of it is still in cache
             shares = self.shares(values, piece, limit)
             index = self.active(shares, kept[piece.columns]).nonzero().squeeze(1)
@@ -105,8 +105,11 @@ class GradFilter:
 
         That sum is at least the column's 2-norm. The limit is sqrt(R) * cut * min(scale, the largest of the gradient).
         """
-        largest = explicit.values.abs().amax().to(self.head.dtype)
-        limit = self.cut * len(explicit.values) ** 0.5 * torch.minimum(self.scale, largest)
+        values = explicit.values
+        largest = (
+            values.abs().amax() if values.numel() else values.new_zeros(())
+        )  # a served list may be empty
+        limit = self.cut * len(values) ** 0.5 * torch.minimum(self.scale, largest)
         return limit.clamp(min=torch.finfo(self.head.dtype).tiny)
 
     def shares(self, values: Tensor, piece: Piece, limit: Tensor) -> Tensor:

@@ -240,7 +240,9 @@ def _chunk_rows(
         per_row = itemsize * max(options.shard.widths) * held
         host, budget = is_host(rows.weight.device), CHUNK_BYTES_DEVICE
         if host:
-            largest = max(head.weight.numel() for head in heads) * rows.weight.itemsize
+            hidden = max(head.weight.shape[1] for head in heads)
+            # Of the widest shard: every process must cut the same chunks.
+            largest = max(options.shard.widths) * hidden * rows.weight.itemsize
             budget = min(CHUNK_BYTES["cpu"], max(largest, LEAST_CHUNK_BYTES))
         most = max(1, budget // max(1, per_row))
         if tiled:

@@ -192,7 +192,7 @@ def served_side(ids: Tensor, logprobs: Tensor, labels: Tensor | None, total_ids:
     log_label = None
     if labels is not None:
         listed = ids == labels[:, None]
-        log_label = logprobs.masked_fill(~listed, NEG_INF).amax(-1)
+        log_label = logprobs.masked_fill(~listed, 0.0).sum(-1)  # of one entry; the list may be empty
         log_label = log_label.masked_fill(~listed.any(-1), float("nan"))
     log_tail = rest.log().to(logprobs.dtype)
     return SideLogprobs(exact.to(logprobs.dtype), log_tail, torch.zeros_like(log_tail), log_label)

@@ -18,6 +18,7 @@ from lopd_fast.loss_rows import (
     rows_forward_,
     tail_softmax_,
 )
+from lopd_fast.loss_support import VocabShard
 
 SCRATCH_BYTES = {"cpu": 8 << 20}  # one side of a chunk: on a CPU it should stay in cache over its few passes
 SCRATCH_BYTES_DEVICE = 256 << 20
@@ -34,7 +35,7 @@ def logits_record(
     read = _LogitsReader(student, rows, options.temperature)
     read_teacher = None if teacher is None else _LogitsReader(teacher, rows, options.temperature)
     parts = []
-    for part in _chunks(rows, student.shape[-1]):
+    for part in _chunks(rows, options.shard):
         record = rows_forward_(
             read(part),
             None if read_teacher is None else read_teacher(part),
@@ -65,7 +66,7 @@ def logits_gradient(
     shape = (logits.shape[:-1].numel(), logits.shape[-1])
     out = logits.new_empty(shape) if rows.index is None else logits.new_zeros(shape)
     read = _LogitsReader(logits, rows, options.temperature)
-    for part in _chunks(rows, shape[1]):
+    for part in _chunks(rows, options.shard):
         record = SideRecord(*(x[part] for x in vars(side).values()))
         parts = gradient_parts(
             record,
@@ -108,9 +109,12 @@ class _LogitsReader:
         return chunk if self.temperature == 1 else chunk.div_(self.temperature)
 
 
-def _chunks(rows: Rows, width: int) -> Iterator[slice]:
-    """Slices of the rows that count; one empty slice if none do, so that every output gets its shape."""
+def _chunks(rows: Rows, shard: VocabShard) -> Iterator[slice]:
+    """Slices of the rows that count; one empty slice if none do, so that every output gets its shape.
+
+    The widest shard sets their size: every process must cut the same chunks.
+    """
     budget = SCRATCH_BYTES.get(rows.weight.device.type, SCRATCH_BYTES_DEVICE)
-    step = max(1, budget // (width * rows.weight.itemsize))
+    step = max(1, budget // (max(shard.widths) * rows.weight.itemsize))
     for start in range(0, max(rows.count, 1), step):
         yield slice(start, min(start + step, rows.count))

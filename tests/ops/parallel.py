@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ops.oracle import peaked, relative_error
 from torch import Tensor
 
-from lopd_fast import TopKTailKL, fused_linear_topk_tail_kl, topk_tail_kl
+from lopd_fast import TopKTailKL, fused_linear, fused_linear_topk_tail_kl, loss_torch, topk_tail_kl
 
 ROWS, WIDTH, HIDDEN = 9, 10, 6
 TOLERANCE = 2e-6
@@ -123,8 +123,31 @@ def run(rank: int, world: int, store: str) -> None:
             check_fused(group, columns, tied, torch.float32, dict(k=3, logit_softcap=4.0, **rows))
             check_fused(group, columns, tied, torch.bfloat16, dict(k=3, **rows))
         check_fused(group, columns, True, torch.float32, dict(k=3, labels=torch.full((ROWS,), -100)))
+        chunks_that_a_budget_sizes(group, columns)
         refuses_global_ids_out_of_range(group, columns)
     dist.destroy_process_group()
+
+
+def chunks_that_a_budget_sizes(group: Any, columns: slice) -> None:
+    """Every process cuts the same chunks, whatever the width of its shard: 12 rows of 6 columns, 18 of 4."""
+    student, weight = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(5)).split([40, WIDTH])
+    teacher = student.roll(1, 0)
+    logits = [x @ weight.T for x in (student, teacher)]
+    budgets = fused_linear.LEAST_CHUNK_BYTES, loss_torch.SCRATCH_BYTES
+    fused_linear.LEAST_CHUNK_BYTES, loss_torch.SCRATCH_BYTES = 1, {"cpu": 288}
+    try:
+        same_outputs(
+            fused_linear_topk_tail_kl(student, weight[columns], teacher, k=3, process_group=group),
+            fused_linear_topk_tail_kl(student, weight, teacher, k=3),
+            "fused, chunks sized by a budget",
+        )
+        same_outputs(
+            topk_tail_kl(*(x[:, columns] for x in logits), k=3, process_group=group),
+            topk_tail_kl(*logits, k=3),
+            "logits, chunks sized by a budget",
+        )
+    finally:
+        fused_linear.LEAST_CHUNK_BYTES, loss_torch.SCRATCH_BYTES = budgets
 
 
 def refuses_global_ids_out_of_range(group: Any, columns: slice) -> None:

@@ -84,7 +84,19 @@ def test_an_empty_list_is_finite_in_every_tail(tail: str) -> None:
     out.loss.backward()
     assert out.loss.item() == 0 and student.grad is not None and not student.grad.any()
     none_at_all = torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0)
-    assert topk_tail_kl(student, teacher_topk=none_at_all, tail=tail).loss.item() == 0
+    labels = torch.zeros(2, dtype=torch.int64)
+    out = topk_tail_kl(student, teacher_topk=none_at_all, labels=labels, tail=tail)
+    assert out.loss.item() == 0 and out.teacher_logprob is not None and out.teacher_logprob.isnan().all()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_empty_list_with_a_filter(learns: bool) -> None:
+    """No explicit value to measure a threshold by: exact, and 0, since the tail holds everything on both sides."""
+    hidden = torch.randn(3, 8, requires_grad=True)
+    nothing = torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 0)
+    weight = torch.randn(WIDTH, 8, requires_grad=learns)
+    fused_linear_topk_tail_kl(hidden, weight, teacher_topk=nothing, grad_filter=1e-5).loss.backward()
+    assert hidden.grad is not None and not hidden.grad.any()
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])

@@ -168,6 +168,24 @@ def test_fused_linear_agrees_with_torch(softcap: float | None) -> None:
         assert relative_error(b, a) <= 2e-5, name
 
 
+def test_the_filter_takes_gradients_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that multiplies halves: kernels write gradients in bf16, the filter gathers their columns."""
+
+    def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: Any = None) -> torch.Tensor:
+        return torch.mm(a.to(dtype), b.to(dtype), out=out)
+
+    monkeypatch.setattr("lopd_fast.fused_head.HALF_DEVICES", ("cpu",))
+    monkeypatch.setattr("lopd_fast.fused_head.multiply_halves", widened)
+    monkeypatch.setattr("lopd_fast.scratch.HOSTS", ())
+    hidden, weight = torch.randn(2, 5, 16).bfloat16(), torch.randn(700, 16).bfloat16()
+    grads = []
+    for cut in (None, 1e-3):
+        student = hidden[0].clone().requires_grad_()
+        out = fused_linear_topk_tail_kl(student, weight, hidden[1], k=4, grad_filter=cut, backend="triton")
+        grads += torch.autograd.grad(out.loss, student)
+    assert 0 < relative_error(grads[1], grads[0]) < 2e-2
+
+
 def test_same_bits_twice_and_no_write_to_inputs() -> None:
     student, teacher = logits_pair(2, 130, seed=4)
     before = student.clone(), teacher.clone()
