@@ -192,7 +192,8 @@ def fused_linear_topk_tail_kl(
         teacher_weight: (V, H'). None: the head is tied, bias included, and its gradient sums both uses.
         student_bias, teacher_bias: (V,).
         logit_softcap: c, None for none.
-        chunk_size: rows per chunk; None: as many as a byte budget holds.
+        chunk_size: rows per chunk; None: as many as a byte budget holds. A CPU keeps a chunk's memory (up to 384 MiB)
+            from call to call; `lopd_fast.scratch.release_scratch()` frees it.
         grad_filter: None is exact. A threshold such as 1e-5 on d(D - v delta) / d(h W^T + b), relative to its largest
             value in a chunk where that is below 1: columns of the vocabulary whose root mean square over the rows of a
             chunk is surely below it enter the hidden gradients together, as one typical column, which skips most of
