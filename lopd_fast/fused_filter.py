@@ -28,8 +28,7 @@ class Explicit:
     """What the gradient holds at the support and the labels: the largest of it, and columns that always matter."""
 
     columns: Tensor  # (R, m)
-    values: Tensor  # (R, m)
-    apart: bool  # to be added to the values, which are 0 there; else they are among them
+    apart: Tensor | None  # (R, m) to be added to the values, which are 0 there; None: they are among them
 
 
 class GradFilter:
@@ -52,8 +51,8 @@ class GradFilter:
         The typical row weighs the rows of the head that do not matter by what their columns held in the first chunk:
         nearly all of it is a small pull of one sign on most of the vocabulary.
         """
-        head, rows, width = self.head, len(explicit.values), values.shape[1]
-        limit = self.limit(explicit)
+        head, (rows, width) = self.head, values.shape
+        limit = self.limit(values, explicit)
         kept = torch.zeros(width, dtype=torch.bool, device=values.device)
         kept.index_fill_(0, explicit.columns.flatten(), True)
         first, every = self.typical is None, []
@@ -88,10 +87,10 @@ class GradFilter:
                 taken += typical[columns].sum()
         if self.typical is None:
             self.typical = self._typical(torch.cat(every))
-        if explicit.apart:
-            out += head.weighted_rows(explicit.columns, explicit.values)
+        if explicit.apart is not None:
+            out += head.weighted_rows(explicit.columns, explicit.apart)
             if self.balanced:
-                left -= explicit.values.sum(1)
+                left -= explicit.apart.sum(1)
         shares, row = self.typical
         return out.addr_(left, (row - row_taken) / (shares.sum() - taken))
 
@@ -100,14 +99,14 @@ class GradFilter:
         """Which columns matter  # (C,) bool."""
         return (shares > 1) | kept
 
-    def limit(self, explicit: Explicit) -> Tensor:
+    def limit(self, values: Tensor, explicit: Explicit) -> Tensor:
         """What the |gradients| of a column must sum to over the R rows, to matter  # ().
 
         That sum is at least the column's 2-norm. The limit is sqrt(R) * cut * min(scale, the largest of the gradient).
         """
-        values = explicit.values
+        own = values.gather(1, explicit.columns) if explicit.apart is None else explicit.apart
         largest = (
-            values.abs().amax() if values.numel() else values.new_zeros(())
+            own.abs().amax().to(self.head.dtype) if own.numel() else self.scale
         )  # a served list may be empty
         limit = self.cut * len(values) ** 0.5 * torch.minimum(self.scale, largest)
         return limit.clamp(min=torch.finfo(self.head.dtype).tiny)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lopd_fast.fused_chunk import ChunkInput
 from lopd_fast.fused_filter import Explicit, GradFilter, Piece
 from lopd_fast.fused_head import Head, Projection
 from lopd_fast.fused_tiles import tile_columns
@@ -160,9 +161,10 @@ def _chunk_loop(
     count, heads = len(sides), [side.head for side in sides]
     # The two sides of a tied head that both want a gradient share the products that multiply it back.
     joint = count == 2 and heads[0] is heads[1] and all(side.differentiated for side in sides)
-    tiled = is_host(rows.weight.device) and not options.triton
-    tiled = tiled and not any(head.trains for head in heads)
-    held = count if not tiled or grad_filter is not None else 0 if served else 1
+    learns = any(head.trains for head in heads)
+    tiled = is_host(rows.weight.device) and not options.triton and not learns
+    searched = 0 if served is not None else 1  # sides whose top-k are looked for
+    held = searched if tiled and grad_filter is None else count
     step = _chunk_rows(heads, rows, options, chunk_size, held, tiled)
     wanted = [tiled and held < count and side.grad is not None for side in sides]
     weights = rows.weight / unit
@@ -183,7 +185,7 @@ def _chunk_loop(
             part = slice(start, min(start + step, rows.count))
             size = part.stop - part.start
             hidden = [rows.pick_part(side.hidden, part) for side in sides]
-            chunk = chunk_of(options)(
+            given = ChunkInput(
                 hidden,
                 heads,
                 None if served is None else (served[0][part], served[1][part]),
@@ -193,6 +195,7 @@ def _chunk_loop(
                 tile,
                 wanted,
             )
+            chunk = chunk_of(options)(given)
             parts.append(chunk.record.outputs)
             weight = weights[part]
             margins = (None, None if rows.privilege_weight is None else -weight * rows.privilege_weight[part])
@@ -212,7 +215,8 @@ def _chunk_loop(
                     chunk.gradient(i, weight, margin, gradient[i * size : (i + 1) * size])
                 if filters:
                     record, ids, labels = chunk.record.sides[i], chunk.record.outputs.ids, chunk.labels
-                    explicit.append(gradient_parts(record, ids, weight, margin, labels, options.shard))
+                    tail, kept, _ = gradient_parts(record, ids, weight, margin, labels, options.shard)
+                    explicit.append((tail.sign(), kept))
             for group in [slice(0, 2)] if joint else [slice(i, i + 1) for i in range(count)]:
                 of_group = gradient[group.start * size : group.stop * size]
                 back = zip(filters[group], explicit[group], strict=True)
@@ -260,11 +264,11 @@ def _multiply_back(
     hidden: list[Tensor],
     rows: Rows,
     part: slice,
-    filters: list[tuple[GradFilter, tuple[Tensor, Tensor, Tensor]]],
+    filters: list[tuple[GradFilter, tuple[Tensor, Tensor]]],
 ) -> None:
     """From gradient  # (sides * R, V) of one head's logits to the hidden states of its sides and to the head itself.
 
-    filters  # one a side with its `gradient_parts`, or none
+    filters  # one a side, with the sign (R,) of its tail's gradient and the columns (R, m) of explicit values, or none
     """
     head, count = sides[0].head, part.stop - part.start
     if head.trains:
@@ -280,11 +284,9 @@ def _multiply_back(
         return
     # One side at a time: fewer rows leave fewer columns, and the two sides' gradients differ in size.
     for i in wanted:
-        of_side, (grad_filter, (tail, columns, values)) = gradient[i * count : (i + 1) * count], filters[i]
-        piece = Piece(slice(0, of_side.shape[1]), None, tail.sign())
-        out = grad_filter.hidden_gradient(
-            of_side, [piece], Explicit(columns, values * head.chain, apart=False)
-        )
+        of_side, (grad_filter, (sign, kept)) = gradient[i * count : (i + 1) * count], filters[i]
+        piece = Piece(slice(0, of_side.shape[1]), None, sign)
+        out = grad_filter.hidden_gradient(of_side, [piece], Explicit(kept, apart=None))
         _put(sides[i], rows, part, head.hidden_gradient(of_side) if out is None else out)
 
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lopd_fast.fused_chunk import ChunkInput
 from lopd_fast.fused_filter import Explicit, GradFilter, Piece
 from lopd_fast.fused_head import WEIGHT_ROWS, Head
 from lopd_fast.loss_rows import (
     NEG_INF,
-    LossOptions,
     SideLogprobs,
     gradient_parts,
     row_record,
@@ -42,9 +42,7 @@ class _Read:
     """One side of a chunk, read once."""
 
     logprobs: SideLogprobs
-    slopes: (
-        Tensor | None
-    )  # (R, k or k + 1) of the soft-cap at the support and the label, if there is a soft-cap
+    slopes: Tensor | None  # (R, k + labels) of the soft-cap at the support and the label, if there is one
     product: Tensor | None  # (R, H) E W, if it was asked for
     shifts: list[tuple[slice, Tensor]]  # (R,) of each tile's E; the last is also that of `product`
 
@@ -52,32 +50,17 @@ class _Read:
 class Chunk:
     """R rows of the fused loss, from hidden states to their record and their gradients."""
 
-    def __init__(
-        self,
-        hidden: list[Tensor],
-        heads: list[Head],
-        served: tuple[Tensor, Tensor] | None,
-        labels: Tensor | None,
-        options: LossOptions,
-        logits: list[Tensor],
-        tile: Tensor,
-        wanted: list[bool],
-    ) -> None:
-        """
-        hidden  # (R, H) of the student and, unless it is served, the teacher
-        labels  # (R,) global ids
-        logits  # (R, V) to work in: one a side, to hold it, or at most one, for the side that is searched
-        tile    # (R, C) to work in, C columns at a time, for a side that has no logits here; (0, C) if both have
-        wanted  # whether `hidden_gradient` of a side will be asked for; of sides that are not held
-        """
-        self.heads, self.labels, self.options, self.logits, self.tile = heads, labels, options, logits, tile
+    def __init__(self, given: ChunkInput) -> None:
+        self.heads, self.labels, self.options = given.heads, given.labels, given.options
+        self.logits, self.tile = given.logits, given.tile
+        served, options = given.served, given.options
+        hidden = [head.operand_of(x) for head, x in zip(given.heads, given.hidden, strict=True)]
         shard, teacher = options.shard, len(hidden) - 1
         searched = teacher if options.support == "teacher" else 0
-        self.held = len(logits) == len(hidden)
-        self.width = tile.shape[1]
-        hidden = [head.operand_of(x) for head, x in zip(heads, hidden, strict=True)]
+        self.held = len(given.logits) == len(hidden)
+        self.width = given.tile.shape[1]
         if served is None:
-            found = logits[searched if self.held else 0]
+            found = given.logits[searched if self.held else 0]
             maxima = self._project(searched, hidden[searched], found)
             ids = shard.topk_ids(found, options.k, maxima)
         else:
@@ -85,9 +68,12 @@ class Chunk:
         reads = []
         for i, x in enumerate(hidden):
             ready = served is None and i == searched
-            space = logits[i] if self.held else logits[0] if ready else None
-            reads.append(self._read(i, x, ids, space, ready, wanted[i]))
-        teacher_side = served_side(*served, labels, shard.total) if served else reads[teacher].logprobs
+            space = given.logits[i] if self.held else given.logits[0] if ready else None
+            reads.append(self._read(i, x, ids, space, ready, given.wanted[i]))
+        if served is None:
+            teacher_side = reads[teacher].logprobs
+        else:
+            teacher_side = served_side(*served, self.labels, shard.total)
         self.record = row_record(ids, reads[0].logprobs, teacher_side, served is not None, options)
         self.reads = reads
 
@@ -107,7 +93,7 @@ class Chunk:
         head, exponentials = self.heads[i], self.logits[i]
         factors = self._factors(i, tail)
         pieces = [Piece(part, factor, factor.abs()) for part, factor in factors]
-        out = grad_filter.hidden_gradient(exponentials, pieces, Explicit(columns, values, apart=True))
+        out = grad_filter.hidden_gradient(exponentials, pieces, Explicit(columns, apart=values))
         if out is None:
             out = head.weighted_rows(columns, values)
             for (part, weight), (_, factor) in zip(head.blocks(self.width), factors, strict=True):

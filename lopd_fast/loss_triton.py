@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lopd_fast.fused_head import Head
+from lopd_fast.fused_chunk import ChunkInput
 from lopd_fast.kernels._common import Logits
 from lopd_fast.kernels.block_stats import block_stats
 from lopd_fast.kernels.bucket_divergence import bucket_divergence
@@ -71,35 +71,20 @@ class Chunk:
     Bias, scale, soft-cap and temperature are applied by the kernels as they read.
     """
 
-    def __init__(
-        self,
-        hidden: list[Tensor],
-        heads: list[Head],
-        served: tuple[Tensor, Tensor] | None,
-        labels: Tensor | None,
-        options: LossOptions,
-        logits: list[Tensor],
-        tile: Tensor,
-        wanted: list[bool],
-    ) -> None:
-        """
-        hidden  # (R, H) of the student and, unless it is served, the teacher
-        logits  # (R, V) a side, to project to
-        tile    # not used: the kernels need none
-        wanted  # whether `hidden_gradient` of a side is to be had: of none here
-        """
-        assert not any(wanted)
+    def __init__(self, given: ChunkInput) -> None:
+        """Both sides are held, and no tile is needed."""
+        assert not any(given.wanted)
         # One product a side, although a tied head could share one: a product's rounding may depend on where in it a
         # row stands, and equal hidden states are to give equal logits.
-        for head, x, out in zip(heads, hidden, logits, strict=True):
+        for head, x, out in zip(given.heads, given.hidden, given.logits, strict=True):
             head.multiply(x, out)
-        self.labels = labels
+        self.labels = given.labels
         self.logits = [
             Logits(x, bias=head.bias, gain=head.gain, cap_gain=None if head.cap is None else head.cap_gain)
-            for x, head in zip(logits, heads, strict=True)
+            for x, head in zip(given.logits, given.heads, strict=True)
         ]
-        teacher = self.logits[1] if len(logits) == 2 else None
-        self.record = _record(self.logits[0], teacher, served, labels, options)
+        teacher = self.logits[1] if len(given.logits) == 2 else None
+        self.record = _record(self.logits[0], teacher, given.served, given.labels, given.options)
 
     def gradient(self, i: int, kl_weight: Tensor, privilege_weight: Tensor | None, out: Tensor) -> None:
         """Writes kl_weight * d kl / d (h W^T + b) + privilege_weight * d privilege / d (h W^T + b) of side i to out.

@@ -15,6 +15,7 @@ from lopd_fast.envs.base import Task
 from lopd_fast.errors import UserError
 from lopd_fast.evaluation import teacher_rollouts
 from lopd_fast.plan.make import make_plan
+from lopd_fast.processes import World
 from lopd_fast.rollout import vllm as engine_module
 from lopd_fast.rollout.hf import HFRollout
 from lopd_fast.rollout.sampling import GREEDY, Sampling
@@ -168,9 +169,8 @@ def test_what_cannot_run_is_one_sentence(folder: Path, monkeypatch: pytest.Monke
     check_vllm(tiny.config(*words))
     with pytest.raises(UserError, match="student.lora.rank=600, but vLLM takes 512 at most"):
         check_vllm(tiny.config(*words, "student.lora.rank=600"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="runs in one process"):
-        check_vllm(tiny.config(*words))
+    with pytest.raises(UserError, match="samples in one process"):
+        build(tiny.config(*words), World(launched=True))
     monkeypatch.setattr(
         engine_module.importlib.util,
         "find_spec",

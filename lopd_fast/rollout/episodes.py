@@ -89,8 +89,8 @@ class Episodes(ABC):
             given = latents[order] if latents is not None and latents[order].shape[0] else None
             prompt, slot = self.renderer.prompt(episode.messages, 0 if given is None else given.shape[0])
             rollout = Rollout(task, [dict(message) for message in episode.messages], [], [], 0.0)
-            running.append(Running(episode, rollout, prompt, slot, given, seed, order=order))
-            running[-1].own_seed = None if seeds is None else seeds[order]
+            own = None if seeds is None else seeds[order]
+            running.append(Running(episode, rollout, prompt, slot, given, seed, order=order, own_seed=own))
         finished: list[Running] = []
         with self._sampling(model, seed):
             while running:

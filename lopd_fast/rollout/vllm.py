@@ -40,7 +40,7 @@ def check_vllm(config: Config) -> None:
     """Refuse what cannot run with `rollout.engine=vllm`, before anything loads.
 
     Raises:
-        UserError: no such package, no GPU, several processes, or a LoRA of too high a rank.
+        UserError: no such package, no GPU, or a LoRA of too high a rank.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -49,8 +49,6 @@ def check_vllm(config: Config) -> None:
         )
     if pick_device(config.model.device).type != "cuda":
         raise UserError("rollout.engine=vllm needs a CUDA device; set rollout.engine=hf on this machine.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("rollout.engine=vllm runs in one process; set rollout.engine=hf under torchrun.")
     if config.student.mode == "lora" and config.student.lora.rank > RANKS[-1]:
         raise UserError(
             f"student.lora.rank={config.student.lora.rank}, but vLLM takes {RANKS[-1]} at most; lower it, or set "
@@ -68,9 +66,8 @@ class VLLMRollout(Episodes):
             UserError: vLLM refuses the model, or its share of the memory is not free.
         """
         super().__init__(renderer, config.rollout)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # read at vLLM's import: weights go in by reference
-        )
+        # Read at vLLM's import: weights go in by reference.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         vllm: Any = importlib.import_module("vllm")
         self._vllm, self._lora_request = vllm, importlib.import_module("vllm.lora.request").LoRARequest
         self._hf = HFRollout(renderer, config.rollout)

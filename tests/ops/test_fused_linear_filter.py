@@ -68,7 +68,7 @@ def test_most_columns_can_go(
         assert len(pieces) == (-(-WIDTH // 512) if frozen else 1)
         active = active_columns(this, values, pieces, explicit)
         kept.append(int(active.sum()))
-        shares = [this.shares(values, piece, this.limit(explicit)) for piece in pieces]
+        shares = [this.shares(values, piece, this.limit(values, explicit)) for piece in pieces]
         explicit_ones = torch.zeros(WIDTH, dtype=torch.bool).index_fill(0, explicit.columns.flatten(), True)
         assert torch.equal(this.active(torch.cat(shares), explicit_ones), active)
         return filtered(this, values, pieces, explicit)
@@ -97,13 +97,14 @@ def dense(values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor
     for piece in pieces:
         if piece.factor is not None:
             grad[:, piece.columns] *= piece.factor[:, None]
-    return grad.scatter_add(1, explicit.columns, explicit.values) if explicit.apart else grad
+    return grad if explicit.apart is None else grad.scatter_add(1, explicit.columns, explicit.apart)
 
 
 def active_columns(this: GradFilter, values: Tensor, pieces: Sequence[Piece], explicit: Explicit) -> Tensor:
     """Those that hold an explicit value, or whose |gradients| sum to more than the threshold."""
     grad = dense(values, pieces, explicit)
-    limit = this.cut * min(this.scale.item(), explicit.values.abs().max().item()) * len(grad) ** 0.5
+    largest = grad.gather(1, explicit.columns).abs().max().item()
+    limit = this.cut * min(this.scale.item(), largest) * len(grad) ** 0.5
     return (grad.abs().sum(0) > limit).index_fill(0, explicit.columns.flatten(), True)
 
 
