@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from test_cold_start import stage_of
 from torch import Tensor
 
 from lopd_fast import cold_start, fused_linear, trainer
-from lopd_fast.cold_start import ColdStart
 from lopd_fast.composer import Composer
 from lopd_fast.errors import UserError
 from lopd_fast.losses import fused_linear_topk_tail_kl
@@ -137,17 +137,7 @@ def test_the_optimizers_and_other_faults(monkeypatch: pytest.MonkeyPatch):
 def test_cold_start(monkeypatch: pytest.MonkeyPatch):
     parts = tiny.parts()
     rollouts = [tiny.rollout(number, [1, 1, 0, 1], 1.0) for number in range(3)]
-    stage = ColdStart(
-        parts.backbone,
-        parts.composer,
-        parts.renderer,
-        parts.bank,
-        rollouts,
-        parts.config.cold_start,
-        parts.config.retrieval,
-        seed=0,
-        micro_batch_tokens=8192,
-    )
+    stage = stage_of(parts, rollouts)
     with monkeypatch.context() as patched:
         patched.setattr(cold_start, "linear_nll", fails(torch.OutOfMemoryError(CUDA)))
         told = r"in cold-start step 1 \(a micro-batch of 3 rollouts, 9 rows, vocabulary 288\): lower train.micro_batch"
