@@ -41,6 +41,20 @@ class Regression:
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_a_step_is_at_the_factor_of_every_groups_own_rate(kind: Any) -> None:
+    """AdamW's first step moves a weight by the learning rate itself, whatever its gradient is."""
+    slow, fast = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = adamw(OptimConfig(kind=kind, weight_decay=0.0), [([slow], 1e-3), ([fast], 4e-3)])
+    for parameter in (slow, fast):
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+    optimizer_step(optimizer, 0.25)
+    for parameter, rate in ((slow, 0.25e-3), (fast, 1e-3)):
+        moved = 1 - parameter.detach()
+        assert torch.allclose(moved, rate * torch.tensor([1.0, -1.0, 1.0]), rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_a_step_is_near_adamw_and_its_state_a_quarter(kind: str):

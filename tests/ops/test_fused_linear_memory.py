@@ -47,8 +47,8 @@ def test_scratch_is_kept_and_given_to_one_call_at_a_time(monkeypatch: pytest.Mon
     with torch.inference_mode(), scratch(like, (10, 90), (1, 100)) as (first, second):
         kept = memory(first)
         assert memory(second) == kept and first.shape == (10, 90) and second.shape == (1, 100)
-        with scratch(like, (1, 10)) as (inner,):
-            assert memory(inner) != kept
+    with scratch(like, (10, 100)) as (outer,), scratch(like, (1, 10)) as (inner,):
+        assert memory(outer) == kept and memory(inner) != kept
     release_scratch()
     with torch.inference_mode(), scratch(like, (10, 100)) as (first,):
         kept = memory(first)
