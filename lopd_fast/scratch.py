@@ -36,8 +36,7 @@ def scratch(like: Tensor, *shapes: tuple[int, int]) -> Iterator[list[Tensor]]:
         memory = None
     if memory is None or len(memory) < size or memory.device != like.device:
         del memory
-        with torch.inference_mode(False):  # or it could not be written to outside of it
-            memory = torch.empty(size, dtype=torch.uint8, device=like.device)
+        memory = torch.empty(size, dtype=torch.uint8, device=like.device)
     try:
         parts = memory[:size].view(like.dtype).split(sizes)
         yield [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
